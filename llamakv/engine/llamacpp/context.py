@@ -1,0 +1,212 @@
+"""One llama.cpp context with every call checked before it is made: a bad argument may abort the process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from llamakv.engine.contract import MemoryRequest
+from llamakv.engine.llamacpp.native import Pointer, api, cache_type, native_log
+from llamakv.errors import EngineError, NoRoomError, UsageError
+
+N_UBATCH = 256
+"""Tokens in a decode call at most; n_batch is the same, because several small batches in one call gave wrong logits
+on windowed models (engine-facts d5)."""
+
+ABORTED = 2  # llama_decode's status after its abort callback said so (llama.h)
+_FULL = 1
+PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY (llama.h)
+
+
+class NativeContext:
+    """Cells for ``n_seq_max`` sequences in one unified memory. Close it with ``close``; not for use from two threads.
+
+    ``adapters`` are native LoRA adapters with their scales. ``flash_attn`` is what the engine settled on.
+    """
+
+    def __init__(
+        self,
+        model: Pointer,
+        memory: MemoryRequest,
+        *,
+        n_ctx: int,
+        n_seq_max: int,
+        n_threads: int,
+        adapters: Sequence[tuple[Pointer, float]] = (),
+    ) -> None:
+        params = api.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = N_UBATCH
+        params.n_seq_max = n_seq_max
+        params.n_outputs_max = n_seq_max
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k, params.type_v = cache_type(memory.type_k), cache_type(memory.type_v)
+        params.flash_attn_type = -1 if memory.flash_attn is None else int(memory.flash_attn)
+        params.swa_full = memory.swa_full
+        params.kv_unified = True
+        params.rope_freq_base = memory.rope_freq_base
+        params.rope_freq_scale = memory.rope_freq_scale
+        params.no_perf = True
+        self._abort: Callable[[], bool] | None = None
+        self._abort_callback = api.ggml_abort_callback(self._asked_to_abort)
+        params.abort_callback = self._abort_callback
+        native_log().clear()
+        self._pointer: Pointer = api.llama_init_from_model(model, params)
+        if not self._pointer:
+            raise _refused(memory, n_ctx)
+        self.flash_attn = _resolved_flash_attn(memory)
+        self._memory = api.llama_get_memory(self._pointer)
+        self._batch = api.llama_batch_init(N_UBATCH, 0, 1)
+        self._token = np.ctypeslib.as_array(self._batch.token, (N_UBATCH,))
+        self._pos = np.ctypeslib.as_array(self._batch.pos, (N_UBATCH,))
+        self._output = np.ctypeslib.as_array(self._batch.logits, (N_UBATCH,))
+        np.ctypeslib.as_array(self._batch.n_seq_id, (N_UBATCH,))[:] = 1
+        self.n_ctx = int(api.llama_n_ctx(self._pointer))
+        self.n_seq_max = n_seq_max
+        self._set_adapters(adapters)
+
+    @property
+    def pointer(self) -> Pointer:
+        """The native context, for samplers."""
+        return self._pointer
+
+    def _set_adapters(self, adapters: Sequence[tuple[Pointer, float]]) -> None:
+        if not adapters:
+            return
+        pointers = (api.llama_adapter_lora_p_ctypes * len(adapters))(*(pointer for pointer, _ in adapters))
+        scales = (ctypes.c_float * len(adapters))(*(scale for _, scale in adapters))
+        if api.llama_set_adapters_lora(self._pointer, pointers, len(adapters), scales) != 0:
+            self.close()
+            raise EngineError("the engine refused the LoRA adapters")
+
+    def close(self) -> None:
+        """Free the cells; further calls on this object are errors of ours."""
+        if self._pointer:
+            api.llama_batch_free(self._batch)
+            api.llama_free(self._pointer)
+            self._pointer = None
+
+    # ------------------------------------------------------------ decode
+
+    def decode(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        p0: int,
+        *,
+        want_logits: bool,
+        should_abort: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Evaluate tokens at positions ``[p0, p0 + len(tokens))``; False if ``should_abort`` stopped it, in which case
+        dense memory holds what it held and recurrent memory is not to be used any more (engine-facts i2).
+
+        Raises:
+            NoRoomError: the cells are full; nothing was changed.
+            EngineError: the engine refused the batch; nothing was changed.
+        """
+        n = len(tokens)
+        assert 0 < n <= N_UBATCH
+        self._check_seq(seq_id)
+        batch = self._batch
+        batch.n_tokens = n
+        self._token[:n] = tokens
+        self._pos[:n] = range(p0, p0 + n)
+        self._output[:n] = 0
+        self._output[n - 1] = want_logits
+        for i in range(n):
+            batch.seq_id[i][0] = seq_id
+        self._abort = should_abort
+        try:
+            status = api.llama_decode(self._pointer, batch)
+        finally:
+            self._abort = None
+        if status == ABORTED:
+            return False
+        if status == _FULL:
+            raise NoRoomError(f"no room for {n} tokens in a context of {self.n_ctx} cells")
+        if status != 0:
+            raise EngineError(
+                f"the engine refused {n} tokens at position {p0} (status {status}): {native_log().last_warning()}"
+            )
+        return True
+
+    def _asked_to_abort(self, _: object) -> bool:
+        return self._abort is not None and self._abort()
+
+    def logits(self, n_vocab: int) -> memoryview:
+        """Float32 logits of the last decoded token; valid until the next decode."""
+        pointer = api.llama_get_logits_ith(self._pointer, -1)
+        if not pointer:
+            raise EngineError("there are no logits: nothing was decoded since the state was restored")
+        return np.ctypeslib.as_array(pointer, (n_vocab,)).data
+
+    # ------------------------------------------------------------ sequences
+
+    def copy(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``target`` share ``source``'s cells of ``[p0, p1)`` (-1, -1: all)."""
+        self._check_seq(source)
+        self._check_seq(target)
+        api.llama_memory_seq_cp(self._memory, source, target, p0, p1)
+
+    def remove(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
+        """Take cells of ``[p0, p1)`` from a sequence; False where the memory cannot (nothing changed then)."""
+        self._check_seq(seq_id)
+        return bool(api.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
+
+    def position_range(self, seq_id: int) -> tuple[int, int]:
+        """Smallest and largest position present; (-1, -1) if the sequence is empty."""
+        self._check_seq(seq_id)
+        return (
+            api.llama_memory_seq_pos_min(self._memory, seq_id),
+            api.llama_memory_seq_pos_max(self._memory, seq_id),
+        )
+
+    # ------------------------------------------------------------ state
+
+    def get_state(self, seq_id: int, flags: int = 0) -> memoryview:
+        """The engine's bytes for a sequence, in a buffer of their own."""
+        self._check_seq(seq_id)
+        n_bytes = api.llama_state_seq_get_size_ext(self._pointer, seq_id, flags)
+        buffer = np.empty(n_bytes, np.uint8)
+        address = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        n_got = api.llama_state_seq_get_data_ext(self._pointer, address, n_bytes, seq_id, flags)
+        if n_got != n_bytes:
+            raise EngineError(f"the engine gave {n_got} bytes of state where it had announced {n_bytes}")
+        return buffer.data
+
+    def set_state(self, seq_id: int, data: memoryview | bytes, flags: int = 0) -> bool:
+        """Give a sequence its state; False unless the engine took every byte (the sequence is undefined then)."""
+        self._check_seq(seq_id)
+        view = np.frombuffer(data, np.uint8)
+        address = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        n_taken = api.llama_state_seq_set_data_ext(self._pointer, address, view.size, seq_id, flags)
+        return bool(n_taken == view.size)
+
+    def state_size(self, seq_id: int) -> int:
+        """Bytes ``get_state`` would give."""
+        self._check_seq(seq_id)
+        return int(api.llama_state_seq_get_size_ext(self._pointer, seq_id, 0))
+
+    def _check_seq(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self.n_seq_max:
+            raise ValueError(f"sequence {seq_id} is not one of 0 ... {self.n_seq_max - 1}")
+
+
+def _refused(memory: MemoryRequest, n_ctx: int) -> Exception:
+    reason = native_log().last_warning()
+    if memory.flash_attn is False and memory.type_v not in ("f32", "f16", "bf16"):
+        return UsageError(f"cache type {memory.type_v} for V needs flash attention", hint="use --flash-attn on")
+    if "alloc" in reason:
+        return NoRoomError(f"there is not enough memory for a context of {n_ctx} cells: {reason}")
+    return EngineError(
+        f"the engine refused a context of {n_ctx} cells with cache types {memory.type_k} and {memory.type_v}: {reason}"
+    )
+
+
+def _resolved_flash_attn(memory: MemoryRequest) -> bool:
+    if memory.flash_attn is not None:
+        return memory.flash_attn
+    line = native_log().find("Flash Attention")
+    return line is None or "enabled" in line

@@ -1,0 +1,281 @@
+"""A loaded model: weights, vocabulary, and what the file says of itself."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llamakv.engine.contract import MemoryRequest, ModelInfo
+from llamakv.engine.llamacpp.context import NativeContext
+from llamakv.engine.llamacpp.native import (
+    Pointer,
+    api,
+    attention_rotation,
+    engine_versions,
+    native_log,
+    require_functions,
+)
+from llamakv.engine.llamacpp.sequence import LlamaSequence
+from llamakv.errors import EngineError, ModelFileError, NoRoomError
+from llamakv.records import EngineVersions, MemoryKind, MemorySettings
+
+_GGUF_MAGIC = b"GGUF"  # gguf.h
+_NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE in llama.h
+_N_SEQ_MAX = 2  # the sequence and the scratch sequence
+
+
+class LlamaModel:
+    """``Model`` of the contract. ``n_threads`` is used for prefill and decode alike: another count may give other
+    bits (engine-facts e2)."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int = 0,
+        adapters: Sequence[tuple[Path, float]] = (),
+        on_log: Callable[[str], None] | None = None,
+        on_progress: Callable[[float], bool] | None = None,
+    ) -> None:
+        """Load the weights. ``on_log`` gets the engine's own log lines; ``on_progress`` the part done, 0 ... 1, and
+        returns False to stop.
+
+        Raises:
+            ModelFileError: not a GGUF file, no vocabulary, an architecture the engine does not know, or an
+                adapter that does not belong to the model.
+        """
+        require_functions()
+        native_log().sink = on_log
+        _check_is_gguf(path)
+        self._path = path
+        self._adapters: list[tuple[Pointer, float]] = []
+        self._contexts: list[LlamaSequence] = []
+        self._pointer = self._load(path, n_gpu_layers, on_progress)
+        try:
+            self._vocab = api.llama_model_get_vocab(self._pointer)
+            self._info = self._read_info(path)
+            for adapter, scale in adapters:
+                self._add_adapter(adapter, scale)
+        except BaseException:
+            self.close()
+            raise
+        offloads = n_gpu_layers != 0 and api.llama_supports_gpu_offload()
+        self._versions = engine_versions("gpu" if offloads else "cpu")
+        self._settings: MemorySettings | None = None
+
+    def _load(self, path: Path, n_gpu_layers: int, on_progress: Callable[[float], bool] | None) -> Pointer:
+        params = api.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        callback = api.llama_progress_callback(lambda part, _: True if on_progress is None else on_progress(part))
+        params.progress_callback = callback
+        native_log().clear()
+        pointer = api.llama_model_load_from_file(os.fsencode(path), params)
+        if not pointer:
+            reason = native_log().last_warning()
+            raise ModelFileError(f"the engine cannot load {path}: {_bare(reason)}", path=str(path))
+        return pointer
+
+    def _add_adapter(self, path: Path, scale: float) -> None:
+        _check_is_gguf(path)
+        pointer = api.llama_adapter_lora_init(self._pointer, os.fsencode(path))
+        if not pointer:
+            reason = native_log().last_warning()
+            raise ModelFileError(f"the engine cannot use the LoRA adapter {path}: {_bare(reason)}", path=str(path))
+        self._adapters.append((pointer, scale))
+
+    def _read_info(self, path: Path) -> ModelInfo:
+        model, vocab = self._pointer, self._vocab
+        if api.llama_vocab_type(vocab) == _NO_VOCABULARY:
+            raise ModelFileError(f"{path} has no vocabulary: text cannot be turned into tokens", path=str(path))
+        if not api.llama_model_has_decoder(model) or api.llama_model_is_diffusion(model):
+            raise ModelFileError(f"{path} is not a model that continues text", path=str(path))
+        n_window = api.llama_model_n_swa(model)
+        if api.llama_model_is_recurrent(model):
+            kind = MemoryKind.RECURRENT
+        elif api.llama_model_is_hybrid(model):
+            kind = MemoryKind.HYBRID
+        else:
+            kind = MemoryKind.WINDOWED if n_window > 0 else MemoryKind.DENSE
+        template = api.llama_model_chat_template(model, None)
+        return ModelInfo(
+            architecture=self._meta("general.architecture") or "unknown",
+            name=self._meta("general.name") or path.stem,
+            quantisation=(api.llama_ftype_name(api.llama_model_ftype(model)) or b"unknown").decode(),
+            kind=kind,
+            n_ctx_train=api.llama_model_n_ctx_train(model),
+            n_vocab=api.llama_vocab_n_tokens(vocab),
+            n_layer=api.llama_model_n_layer(model),
+            n_window=n_window,
+            n_bytes=api.llama_model_size(model),
+            template=template.decode("utf-8", "replace") if template else None,
+            bos=self._text_of(api.llama_vocab_bos(vocab)),
+            eos=self._text_of(api.llama_vocab_eos(vocab)),
+            adds_bos=bool(api.llama_vocab_get_add_bos(vocab)),
+        )
+
+    def _meta(self, key: str) -> str | None:
+        buffer = ctypes.create_string_buffer(4096)
+        n = api.llama_model_meta_val_str(self._pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace") if n >= 0 else None
+
+    def _text_of(self, token: int) -> str:
+        return self.token_bytes(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the file says of itself."""
+        return self._info
+
+    @property
+    def versions(self) -> EngineVersions:
+        """Who evaluates: versions and backend."""
+        return self._versions
+
+    @property
+    def settings(self) -> MemorySettings:
+        """The settings of the context last opened, resolved."""
+        assert self._settings is not None, "no context was opened"
+        return self._settings
+
+    def tokenizer_digest(self) -> str:
+        """SHA-256 over every token's text and attributes, and the special tokens' ids, in hex."""
+        vocab, digest = self._vocab, hashlib.sha256()
+        for token in range(self._info.n_vocab):
+            text = api.llama_vocab_get_text(vocab, token)
+            digest.update(struct.pack("<II", len(text), api.llama_vocab_get_attr(vocab, token)) + text)
+        special = (api.llama_vocab_bos, api.llama_vocab_eos, api.llama_vocab_eot, api.llama_vocab_sep)
+        digest.update(struct.pack("<4i?", *(ask(vocab) for ask in special), self._info.adds_bos))
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------ text
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            EngineError: the text is too long for the engine's 32-bit counts.
+        """
+        encoded = text.encode("utf-8", "replace")
+        n_max = len(encoded) + 16
+        if n_max >= 2**31:
+            raise EngineError(f"a text of {len(encoded)} bytes is more than the engine can tokenise at once")
+        array = (ctypes.c_int32 * n_max)()
+        n = api.llama_tokenize(self._vocab, encoded, len(encoded), array, n_max, add_special, parse_special)
+        if n < 0:
+            raise EngineError(f"the engine cannot tokenise this text (status {n})")
+        return list(array[:n])
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for; ``b""`` for control tokens unless ``special``."""
+        if not 0 <= token < api.llama_vocab_n_tokens(self._vocab):
+            raise ValueError(f"token {token} is not in the vocabulary")
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = api.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends a reply."""
+        return bool(api.llama_vocab_is_eog(self._vocab, token))
+
+    # ------------------------------------------------------------ contexts
+
+    def open_sequence(self, memory: MemoryRequest, *, n_ctx_min: int, n_ctx_max: int, n_threads: int) -> LlamaSequence:
+        """A context with room for one sequence, growing as needed; see the contract.
+
+        Raises:
+            NoRoomError: there is not enough memory.
+            UsageError: cache types the engine does not take.
+        """
+        resolved = memory
+
+        def open_context(n_ctx: int) -> NativeContext:
+            return NativeContext(
+                self._pointer,
+                resolved,
+                n_ctx=n_ctx,
+                n_seq_max=_N_SEQ_MAX,
+                n_threads=n_threads,
+                adapters=self._adapters,
+            )
+
+        if n_ctx_min > n_ctx_max:
+            raise NoRoomError(
+                f"{n_ctx_min} cells are needed, and the context may have {n_ctx_max}",
+                hint=f"--n-ctx {n_ctx_min}",
+                needed=n_ctx_min,
+                limit=n_ctx_max,
+            )
+        sequence = LlamaSequence(
+            open_context,
+            info=self._info,
+            vocab=self._vocab,
+            is_end=self.is_end,
+            swa_full=memory.swa_full,
+            n_ctx_min=n_ctx_min,
+            n_ctx_max=n_ctx_max,
+        )
+        resolved = MemoryRequest(
+            type_k=memory.type_k,
+            type_v=memory.type_v,
+            flash_attn=sequence.flash_attn,
+            swa_full=memory.swa_full,
+            rope_freq_base=memory.rope_freq_base,
+            rope_freq_scale=memory.rope_freq_scale,
+        )
+        self._contexts.append(sequence)
+        self._settings = MemorySettings(
+            type_k=memory.type_k,
+            type_v=memory.type_v,
+            flash_attn=sequence.flash_attn,
+            swa_full=memory.swa_full,
+            rope_freq_base=memory.rope_freq_base,
+            rope_freq_scale=memory.rope_freq_scale,
+            attn_rot=attention_rotation(),
+        )
+        return sequence
+
+    def close(self) -> None:
+        """Free the sequences, the adapters and the weights."""
+        for sequence in self._contexts:
+            sequence.close()
+        self._contexts.clear()
+        self._adapters.clear()  # the model owns them (llama.h)
+        if self._pointer:
+            api.llama_model_free(self._pointer)
+            self._pointer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_is_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelFileError(f"cannot read the model file {path}: {error.strerror}", path=str(path)) from error
+    if magic != _GGUF_MAGIC:
+        raise ModelFileError(f"{path} is not a GGUF model file", path=str(path))
+
+
+def _bare(line: str) -> str:
+    """An engine log line without the name of the function it comes from."""
+    head, colon, rest = line.partition(": ")
+    return rest if colon and " " not in head else line or "no reason given"

@@ -1,0 +1,142 @@
+"""llama_cpp, its log, its versions and its numbers. Nothing here opens a model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections import deque
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import llama_cpp.llama_cpp as api
+
+from llamakv.errors import EngineError, UsageError
+from llamakv.records import EngineVersions
+
+__all__ = ["CACHE_TYPES", "NativeLog", "api", "cache_type", "engine_versions", "native_log", "require_functions"]
+
+CACHE_TYPES = {
+    "f32": api.GGML_TYPE_F32,
+    "f16": api.GGML_TYPE_F16,
+    "bf16": 30,
+    "q8_0": api.GGML_TYPE_Q8_0,
+    "q5_1": api.GGML_TYPE_Q5_1,
+    "q5_0": api.GGML_TYPE_Q5_0,
+    "q4_1": api.GGML_TYPE_Q4_1,
+    "q4_0": api.GGML_TYPE_Q4_0,
+    "iq4_nl": api.GGML_TYPE_IQ4_NL,
+}
+"""Cache types llama.cpp takes, by name; 30 is GGML_TYPE_BF16 in ggml.h, which the binding does not name."""
+
+_DEBUG, _WARN = 1, 3  # ggml_log_level in ggml.h
+_N_KEPT_LINES = 400
+
+
+def cache_type(name: str) -> int:
+    """llama.cpp's number for a cache type.
+
+    Raises:
+        UsageError: no such type.
+    """
+    if name not in CACHE_TYPES:
+        raise UsageError(f"unknown cache type {name!r}", hint=f"one of: {', '.join(CACHE_TYPES)}")
+    return CACHE_TYPES[name]
+
+
+class NativeLog:
+    """Receives the engine's log lines: hands them to ``sink`` if there is one, and keeps the latest to look things
+    up in. There is one for the process, since llama.cpp has one log."""
+
+    def __init__(self) -> None:
+        self.sink: Callable[[str], None] | None = None
+        self._lines: deque[str] = deque(maxlen=_N_KEPT_LINES)
+        self._warnings: deque[str] = deque(maxlen=8)
+        self._callback = api.llama_log_callback(self._take)
+        api.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _take(self, level: int, text: bytes, _: object) -> None:
+        if level <= _DEBUG and self.sink is None:
+            return
+        line = text.decode("utf-8", "replace")
+        if level > _DEBUG:
+            self._lines.append(line)
+        if level == _WARN or level == _WARN + 1:
+            self._warnings.append(line.strip())
+        if self.sink is not None:
+            self.sink(line)
+
+    def clear(self) -> None:
+        """Forget the lines so far."""
+        self._lines.clear()
+        self._warnings.clear()
+
+    def find(self, part: str) -> str | None:
+        """The latest line that contains ``part``."""
+        return next((line.strip() for line in reversed(self._lines) if part in line), None)
+
+    def last_warning(self) -> str:
+        """The latest warning or error; empty if there was none."""
+        return self._warnings[-1] if self._warnings else ""
+
+
+@functools.cache
+def native_log() -> NativeLog:
+    """The process's log receiver, installed on first use."""
+    return NativeLog()
+
+
+def require_functions() -> None:
+    """Check that the binding has what llamakv calls.
+
+    Raises:
+        EngineError: a function is missing; names the versions that are supported.
+    """
+    needed = ("llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext", "llama_memory_seq_cp",
+              "llama_set_adapters_lora", "llama_set_abort_callback", "llama_sampler_chain_remove")  # fmt: skip
+    missing = [name for name in needed if not hasattr(api, name)]
+    if missing:
+        have = metadata.version("llama-cpp-python")
+        raise UsageError(
+            f"llama-cpp-python {have} is not supported: it lacks {missing[0]} (need 0.3.36 or later, before 0.4)",
+            hint='pip install "llama-cpp-python>=0.3.36,<0.4"',
+        )
+
+
+def engine_versions(backend: str) -> EngineVersions:
+    """Versions of the engine in this process, for the record of a session."""
+    return EngineVersions(
+        binding=metadata.version("llama-cpp-python"),
+        llama_cpp=api.llama_version().decode(),
+        commit=_ggml_commit(),
+        state_version=api.LLAMA_STATE_SEQ_VERSION,
+        backend=backend,
+    )
+
+
+def _ggml_commit() -> str:
+    from llama_cpp import _ggml
+
+    function = getattr(_ggml.libggml, "ggml_commit", None)
+    if function is None:
+        return "unknown"
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+def attention_rotation() -> bool:
+    """Whether llama.cpp rotates quantised keys and values; its own environment switch turns that off, and states
+    made one way are silently wrong the other (engine-facts g)."""
+    return os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+
+
+def check(status: int, what: str) -> None:
+    """Raise EngineError unless a native call returned 0."""
+    if status != 0:
+        reason = native_log().last_warning()
+        raise EngineError(f"{what} failed with status {status}" + (f": {reason}" if reason else ""))
+
+
+Pointer = Any
+"""A native object; ctypes gives them as plain integers or pointers."""

@@ -1,0 +1,112 @@
+"""Choosing the next token with llama.cpp's own sampler chain."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from llamakv.engine.llamacpp.native import Pointer, api
+from llamakv.errors import UsageError
+from llamakv.records import Sampling
+
+_LOGITS_LAST = -1
+
+
+def seed_at(seed: int, position: int) -> int:
+    """The 32-bit seed of the random choice at a position: a digest of the session's seed and the position, so that
+    the choice does not depend on where the run that makes it began."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+class TokenChooser:
+    """A sampler chain: logit bias, penalties, grammar, top-k, top-p, min-p, temperature, choice.
+
+    ``history`` are the tokens before the first choice, oldest first; the penalties' window is rebuilt from them. Of
+    them the last ``n_reply`` belong to the reply under way, which a grammar has already followed. Close it.
+
+    Raises:
+        UsageError: the grammar cannot be read, or a biased token does not exist.
+    """
+
+    def __init__(
+        self, vocab: Pointer, n_vocab: int, sampling: Sampling, history: Sequence[int], *, n_reply: int = 0
+    ) -> None:
+        self._seed = sampling.seed
+        self._chain: Pointer = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        try:
+            self._build(vocab, n_vocab, sampling, history, n_reply)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, vocab: Pointer, n_vocab: int, sampling: Sampling, history: Sequence[int], n_reply: int) -> None:
+        if sampling.logit_bias:
+            self._add(_bias(n_vocab, sampling.logit_bias))
+        if _has_penalties(sampling):
+            penalties = api.llama_sampler_init_penalties(
+                n_vocab,
+                sampling.penalty_last_n,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+            for token in history[-sampling.penalty_last_n :]:
+                api.llama_sampler_accept(penalties, token)
+            self._add(penalties)
+        if sampling.grammar is not None:
+            grammar = api.llama_sampler_init_grammar(vocab, sampling.grammar.encode(), b"root")
+            if not grammar:
+                raise UsageError("the grammar cannot be read: it must be GBNF with a rule named root")
+            for token in history[len(history) - n_reply :]:
+                api.llama_sampler_accept(grammar, token)
+            self._add(grammar)
+        self._n_fixed = 0
+        if sampling.temperature <= 0:
+            self._add(api.llama_sampler_init_greedy())
+            self._is_random = False
+            return
+        if sampling.top_k > 0:
+            self._add(api.llama_sampler_init_top_k(sampling.top_k))
+        if sampling.top_p < 1:
+            self._add(api.llama_sampler_init_top_p(sampling.top_p, 1))
+        if sampling.min_p > 0:
+            self._add(api.llama_sampler_init_min_p(sampling.min_p, 1))
+        self._add(api.llama_sampler_init_temp(sampling.temperature))
+        self._n_fixed = api.llama_sampler_chain_n(self._chain)
+        self._is_random = True
+
+    def _add(self, sampler: Pointer) -> None:
+        api.llama_sampler_chain_add(self._chain, sampler)
+
+    def choose(self, context: Pointer, position: int) -> int:
+        """The token for ``position``, from the logits of the last decoded token; counts it as said."""
+        if self._is_random:
+            if api.llama_sampler_chain_n(self._chain) > self._n_fixed:
+                api.llama_sampler_free(api.llama_sampler_chain_remove(self._chain, self._n_fixed))
+            self._add(api.llama_sampler_init_dist(seed_at(self._seed, position)))
+        return int(api.llama_sampler_sample(self._chain, context, _LOGITS_LAST))
+
+    def close(self) -> None:
+        """Free the chain and all in it."""
+        if self._chain:
+            api.llama_sampler_free(self._chain)
+            self._chain = None
+
+
+def _has_penalties(sampling: Sampling) -> bool:
+    return sampling.penalty_last_n > 0 and (
+        sampling.repeat_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+    )
+
+
+def _bias(n_vocab: int, biases: Sequence[tuple[int, float]]) -> Pointer:
+    for token, _ in biases:
+        if not 0 <= token < n_vocab:
+            raise UsageError(f"token {token} in the logit bias is not one of 0 ... {n_vocab - 1}")
+    array = (api.llama_logit_bias * len(biases))()
+    for entry, (token, bias) in zip(array, biases, strict=True):
+        entry.token, entry.bias = token, ctypes.c_float(bias).value
+    return api.llama_sampler_init_logit_bias(n_vocab, len(biases), array)

@@ -1,0 +1,1 @@
+"""Tiny random models that the tests write for themselves."""
