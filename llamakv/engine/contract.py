@@ -140,6 +140,9 @@ class LiveSequence(Protocol):
     def mark(self) -> None:
         """Remember this place, so that ``rewind`` to it is cheap on recurrent memory (a few places are kept)."""
 
+    def remember(self, section: StateSection) -> None:
+        """Take a stored tail as a place to ``rewind`` to; the cells up to it must be the present ones."""
+
     def export(self, from_position: int = 0) -> Iterator[StateSection]:
         """Yield the state beyond ``from_position`` in sections (all of what cannot be had in part)."""
 
@@ -153,6 +156,9 @@ class LiveSequence(Protocol):
 
     def logits(self) -> memoryview:
         """Float32 logits of the last decoded token, ``n_vocab`` of them; valid until the next decode."""
+
+    def close(self) -> None:
+        """Free its cells."""
 
 
 class Model(Protocol):

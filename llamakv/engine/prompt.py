@@ -1,6 +1,6 @@
 """Chat templates, and how a turn becomes the text that still has to be read.
 
-History is never tokenised again. A turn renders the template for the old messages and for the new ones, both now, and
+History is never tokenised again unless the template itself rewrites it. A turn renders the template for the old messages and for the new ones, both now, and
 what the new text adds behind the old one is all that is tokenised. The old text is only a way to find that place: the
 tokens already read stay as they are, even where they are not the ones the tokeniser would choose today.
 """
@@ -61,7 +61,7 @@ class ChatTemplate:
         Raises:
             UsageError: the template refuses these messages (roles that do not alternate, say).
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": message.role, "content": message.content} for message in merge_open(messages)]
         try:
             return self._template.render(messages=turns, add_generation_prompt=open_reply, **self._names)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
@@ -88,26 +88,37 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def merge_open(messages: Sequence[Message]) -> list[Message]:
+    """The messages as a template is to see them: an open message and what continues it are one."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and merged[-1].is_open and message.role == merged[-1].role:
+            before = merged.pop()
+            message = replace(message, content=before.content + message.content, p0=before.p0)
+        merged.append(message)
+    return merged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Text to read, up to the end of message ``index``; tokenised by itself, so that the message's range is known."""
+
+    index: int
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """How to go on: keep the first ``n_keep`` tokens, then read ``text``.
+    """How to go on: keep the first ``n_keep`` tokens, then read the pieces.
 
-    ``replace_pending`` says that the last kept token is an end-of-reply token which ``text`` writes again.
+    ``replace_pending`` says that the last kept token is an end-of-reply token which the pieces write again.
     ``rewritten_from`` is the index of the first old message that has to be read again, None if all stay as read.
     """
 
     n_keep: int
-    text: str
+    pieces: tuple[Piece, ...]
     replace_pending: bool = False
     rewritten_from: int | None = None
-
-
-def with_user_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """The messages with the user's next words: a new message, or the rest of an open one."""
-    if messages and messages[-1].is_open:
-        return (*messages[:-1], replace(messages[-1], content=messages[-1].content + text, is_open=False))
-    end = messages[-1].p1 if messages else 0
-    return (*messages, Message(role="user", content=text, p0=end, p1=end))
 
 
 def plan_turn(
@@ -125,31 +136,56 @@ def plan_turn(
     start both have in common, or to the very beginning.
     """
     text = template.render(new, open_reply=True)
-    if not old or n_tokens == 0:
-        return TurnPlan(n_keep=0, text=text)
+    last_index = len(new) - 1
+    if old and n_tokens > 0:
+        for read in _texts_as_read(template, old):
+            if text.startswith(read):
+                return TurnPlan(
+                    n_keep=n_tokens,
+                    pieces=(Piece(index=last_index, text=text[len(read) :]),),
+                    replace_pending=ends_with_end_token and old[-1].role == "assistant",
+                )
+        for index in range(len(old) - 1, 0, -1):
+            if old[index].role == "assistant" and old[index].p0 > 0:
+                read = template.render(old[:index], open_reply=True)
+                if text.startswith(read):
+                    pieces = _cut_at_messages(template, new, text, first=index, start=len(read))
+                    return TurnPlan(n_keep=old[index].p0, pieces=pieces, rewritten_from=index)
+    pieces = _cut_at_messages(template, new, text, first=0, start=0)
+    return TurnPlan(n_keep=0, pieces=pieces, rewritten_from=0 if old and n_tokens > 0 else None)
+
+
+def plan_open(template: ChatTemplate, messages: Sequence[Message]) -> TurnPlan:
+    """Read a conversation up to the middle of its last message, which somebody is still writing."""
+    text = template.render_open(messages)
+    return TurnPlan(n_keep=0, pieces=_cut_at_messages(template, messages, text, first=0, start=0))
+
+
+def _texts_as_read(template: ChatTemplate, old: Sequence[Message]) -> list[str]:
+    """The texts that the tokens read so far may be, best guess first."""
     last = old[-1]
     if last.is_open:
-        read = template.render_open(old)
-        if text.startswith(read):
-            return TurnPlan(n_keep=n_tokens, text=text[len(read) :])
-    elif last.role == "assistant":
-        before = template.render(old[:-1], open_reply=True)
-        for content in (last.content, last.content.rstrip(), last.content.lstrip(), last.content.strip()):
-            read = before + content
-            if text.startswith(read):
-                return TurnPlan(n_keep=n_tokens, text=text[len(read) :], replace_pending=ends_with_end_token)
-    else:
-        read = template.render(old, open_reply=True)
-        if text.startswith(read):
-            return TurnPlan(n_keep=n_tokens, text=text[len(read) :])
-    return _plan_from_boundary(template, old, text)
+        return [template.render_open(old)]
+    if last.role != "assistant":
+        return [template.render(old, open_reply=True)]
+    before, content = template.render(old[:-1], open_reply=True), last.content
+    return [before + way for way in (content, content.rstrip(), content.lstrip(), content.strip())]
 
 
-def _plan_from_boundary(template: ChatTemplate, old: Sequence[Message], text: str) -> TurnPlan:
-    for index in range(len(old) - 1, 0, -1):
-        if old[index].role != "assistant" or old[index].p0 == 0:
+def _cut_at_messages(
+    template: ChatTemplate, new: Sequence[Message], text: str, *, first: int, start: int
+) -> tuple[Piece, ...]:
+    """Cut ``text[start:]`` where messages from ``first`` on end, as far as the template shows where that is."""
+    pieces: list[Piece] = []
+    for index in range(first, len(new) - 1):
+        opens_reply = new[index + 1].role == "assistant"
+        if new[index].is_open or (not opens_reply and new[index].role != "system"):
             continue
-        read = template.render(old[:index], open_reply=True)
-        if text.startswith(read):
-            return TurnPlan(n_keep=old[index].p0, text=text[len(read) :], rewritten_from=index)
-    return TurnPlan(n_keep=0, text=text, rewritten_from=0)
+        try:
+            before = template.render(new[: index + 1], open_reply=opens_reply)
+        except UsageError:  # templates may refuse a part of a conversation: its messages are then not told apart
+            continue
+        if len(before) > start and text.startswith(before):
+            pieces.append(Piece(index=index, text=text[start : len(before)]))
+            start = len(before)
+    return (*pieces, Piece(index=len(new) - 1, text=text[start:]))

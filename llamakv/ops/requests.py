@@ -17,18 +17,21 @@ Compress = Literal["auto", "none"]
 class ModelRequest:
     """Which model, and how to run it. None means: as stored in the session, or the default.
 
-    ``path`` is the model file the user named; ``demo`` the one the demo extra brings; ``folders`` are searched for a
-    session's model. ``adapters`` are LoRA files with their scales. ``n_ctx`` is the largest context the user allows,
-    in cells. ``cache_dir`` is where digests of model files are remembered.
+    ``path`` is the model file the user named now, ``default`` the one the environment names, ``demo`` the one the demo
+    extra brings; ``folders`` are searched for a session's model. ``adapters`` are LoRA files with their scales.
+    ``n_ctx`` is the largest context the user allows, in cells. ``on_log`` gets the engine's own log. ``cache_dir`` is
+    where digests of model files are remembered.
     """
 
     path: Path | None = None
+    default: Path | None = None
     demo: Path | None = None
     folders: tuple[Path, ...] = ()
     adapters: tuple[tuple[Path, float], ...] | None = None
     n_gpu_layers: int = 0
     n_threads: int | None = None
     n_ctx: int | None = None
+    on_log: Callable[[str], None] | None = None
     cache_dir: Path
 
 

@@ -20,6 +20,7 @@ from llamakv.engine.llamacpp.native import (
     engine_versions,
     native_log,
     require_functions,
+    tiles_are_safe,
 )
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.errors import EngineError, ModelFileError, NoRoomError
@@ -72,6 +73,7 @@ class LlamaModel:
     def _load(self, path: Path, n_gpu_layers: int, on_progress: Callable[[float], bool] | None) -> Pointer:
         params = api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
+        params.use_extra_bufts = tiles_are_safe()
         callback = api.llama_progress_callback(lambda part, _: True if on_progress is None else on_progress(part))
         params.progress_callback = callback
         native_log().clear()

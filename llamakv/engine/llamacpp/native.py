@@ -12,10 +12,21 @@ from typing import Any
 
 import llama_cpp.llama_cpp as api
 
-from llamakv.errors import EngineError, UsageError
+from llamakv.errors import UsageError
 from llamakv.records import EngineVersions
 
-__all__ = ["CACHE_TYPES", "NativeLog", "api", "cache_type", "engine_versions", "native_log", "require_functions"]
+__all__ = [
+    "CACHE_TYPES",
+    "NativeLog",
+    "Pointer",
+    "api",
+    "attention_rotation",
+    "cache_type",
+    "engine_versions",
+    "native_log",
+    "require_functions",
+    "tiles_are_safe",
+]
 
 CACHE_TYPES = {
     "f32": api.GGML_TYPE_F32,
@@ -91,7 +102,7 @@ def require_functions() -> None:
     """Check that the binding has what llamakv calls.
 
     Raises:
-        EngineError: a function is missing; names the versions that are supported.
+        UsageError: a function is missing; names the versions that are supported.
     """
     needed = ("llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext", "llama_memory_seq_cp",
               "llama_set_adapters_lora", "llama_set_abort_callback", "llama_sampler_chain_remove")  # fmt: skip
@@ -131,11 +142,21 @@ def attention_rotation() -> bool:
     return os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
 
 
-def check(status: int, what: str) -> None:
-    """Raise EngineError unless a native call returned 0."""
-    if status != 0:
-        reason = native_log().last_warning()
-        raise EngineError(f"{what} failed with status {status}" + (f": {reason}" if reason else ""))
+@functools.cache
+def tiles_are_safe() -> bool:
+    """Whether the engine's kernels for extra weight layouts may be used.
+
+    On processors with AMX they set up the tile registers through ``_tile_loadconfig``. GCC 12, which knows only of the
+    first eight bytes it reads, drops the rest of the setup as dead stores; the first prefill then ends the process
+    with an illegal instruction (seen with llama-cpp-python 0.3.36 built by GCC 12.2 on a Xeon with AMX). A process
+    cannot tell how its library was compiled, so there these layouts stay off.
+    """
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return True
+    return "amx_int8" not in flags.split()
 
 
 Pointer = Any

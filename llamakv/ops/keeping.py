@@ -1,0 +1,183 @@
+"""Putting a live sequence on disk: only what is new, into the file it came from, or all of it into a new one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from llamakv import __version__
+from llamakv.engine.contract import LiveSequence
+from llamakv.errors import ConflictError, ExistsError, UsageError
+from llamakv.ops.opening import OpenModel
+from llamakv.ops.requests import Compress, Reporter, Saved
+from llamakv.records import Chat, Lineage, Sampling, SectionKind, SessionRecord, StateSection
+from llamakv.store import codec as store_codec
+from llamakv.store.session_file import (
+    SessionInfo,
+    StoredSection,
+    create_session,
+    extend_session,
+    truncate_sections,
+)
+
+_N_TAILS = 3
+"""Recurrent tails kept in a file: the present one, and the ends of the two turns before it to go back to."""
+
+
+class Keeper:
+    """Knows the file a live sequence was last saved to or restored from, and saves the difference.
+
+    ``stored`` is the session as it is in that file; sections of it up to the sequence's ``n_settled`` are still true.
+    """
+
+    def __init__(self, opened: OpenModel, stored: SessionInfo | None, *, compress: Compress) -> None:
+        self._opened = opened
+        self._stored = stored
+        self._compress = store_codec.Compress(compress)
+
+    @property
+    def stored(self) -> SessionInfo | None:
+        """The session as it was last saved or read."""
+        return self._stored
+
+    def replace_stored(self, stored: SessionInfo | None) -> None:
+        """The live sequence now is the session of another file, or of none."""
+        self._stored = stored
+
+    def save(
+        self,
+        path: Path,
+        *,
+        chat: Chat | None,
+        text: str | None,
+        sampling: Sampling,
+        reporter: Reporter,
+        overwrite: bool = False,
+        name: str | None = None,
+        note: str | None = None,
+        aside_on_conflict: bool = False,
+    ) -> Saved:
+        """Save the live sequence to ``path``. Writes new sections only if that is the file it came from.
+
+        With ``aside_on_conflict`` a file that somebody else saved meanwhile is left alone, and the session goes to a
+        new file beside it.
+
+        Raises:
+            ConflictError, LockedError, ExistsError, WriteError: nothing is lost; the file is as it was.
+        """
+        sequence = self._opened.sequence
+        if not sequence.tokens:
+            raise UsageError("there is nothing to save yet: no token has been read")
+        started = time.perf_counter()
+        record = self._record(chat=chat, text=text, sampling=sampling, name=name, note=note, path=path)
+        same_file = self._stored is not None and path == self._stored.path
+        asked = None
+        n_before = self._stored.n_file_bytes if self._stored is not None and same_file else 0
+        try:
+            if self._stored is not None and same_file:
+                info = self._extend(self._stored, record, reporter)
+            else:
+                info = self._create(path, record, reporter, overwrite=overwrite)
+        except (ConflictError, ExistsError) as error:
+            if not aside_on_conflict:
+                raise
+            asked, path, n_before = path, _free_sibling(path), 0
+            reporter.notice(f"{error.message}; this conversation is saved to {path} instead")
+            if self._stored is not None:
+                record = replace(record, lineage=self._branch(record.lineage))
+            info = self._create(path, record, reporter, overwrite=False)
+        sequence.settle()
+        self._stored = info
+        n_written = info.n_file_bytes - n_before if info.n_file_bytes > n_before else info.n_file_bytes
+        return Saved(info=info, n_written=n_written, elapsed_s=time.perf_counter() - started, asked=asked)
+
+    def _create(self, path: Path, record: SessionRecord, reporter: Reporter, *, overwrite: bool) -> SessionInfo:
+        sections = _counted(self._opened.sequence, 0, reporter)
+        return create_session(path, record, sections, compress=self._compress, overwrite=overwrite)
+
+    def _extend(self, base: SessionInfo, record: SessionRecord, reporter: Reporter) -> SessionInfo:
+        sequence = self._opened.sequence
+        keep = sections_to_keep(base.sections, sequence.n_settled)
+        has_tail = any(s.kind is SectionKind.TAIL and s.p1 == sequence.n_cells for s in keep)
+        has_whole = any(s.kind is SectionKind.WHOLE and s.p1 == sequence.n_cells for s in keep)
+        new = (
+            section
+            for section in _counted(sequence, sequence.n_settled, reporter)
+            if not (section.kind is SectionKind.TAIL and has_tail) and not has_whole
+        )
+        return extend_session(base, record, keep=keep, new=new, compress=self._compress)
+
+    def _record(
+        self,
+        *,
+        chat: Chat | None,
+        text: str | None,
+        sampling: Sampling,
+        name: str | None,
+        note: str | None,
+        path: Path,
+    ) -> SessionRecord:
+        opened = self._opened
+        now = time.time()
+        if self._stored is None:
+            lineage = Lineage(session_id=uuid.uuid4().hex, created_s=now, updated_s=now, llamakv_version=__version__)
+        elif path == self._stored.path:
+            lineage = self._stored.record.lineage
+        else:
+            lineage = self._branch(self._stored.record.lineage)
+        lineage = replace(
+            lineage,
+            name=name if name is not None else lineage.name,
+            note=note if note is not None else lineage.note,
+            updated_s=now,
+            n_saves=lineage.n_saves + 1,
+            llamakv_version=__version__,
+        )
+        return SessionRecord(
+            identity=opened.identity,
+            kind=opened.info.kind,
+            settings=opened.model.settings,
+            versions=opened.model.versions,
+            tokens=tuple(opened.sequence.tokens),
+            sampling=sampling,
+            lineage=lineage,
+            chat=chat,
+            n_ctx=opened.sequence.n_ctx,
+            text=text,
+        )
+
+    def _branch(self, parent: Lineage) -> Lineage:
+        assert self._stored is not None
+        return Lineage(
+            session_id=uuid.uuid4().hex,
+            parent_id=parent.session_id,
+            parent_position=min(len(self._stored.record.tokens), len(self._opened.sequence.tokens)),
+            tags=parent.tags,
+            created_s=time.time(),
+            updated_s=time.time(),
+            llamakv_version=__version__,
+        )
+
+
+def sections_to_keep(sections: tuple[StoredSection, ...], n_settled: int) -> tuple[StoredSection, ...]:
+    """The stored sections that are still true when the first ``n_settled`` cells are; of tails the latest few."""
+    kept = truncate_sections(sections, n_settled)
+    tails = sorted(s.p1 for s in kept if s.kind is SectionKind.TAIL)[-_N_TAILS + 1 :]
+    return tuple(s for s in kept if s.kind is not SectionKind.TAIL or s.p1 in tails)
+
+
+def _counted(sequence: LiveSequence, from_position: int, reporter: Reporter) -> Iterator[StateSection]:
+    for section in sequence.export(from_position):
+        reporter.progress("save", section.p1, sequence.n_cells)
+        yield section
+
+
+def _free_sibling(path: Path) -> Path:
+    for number in range(2, 10_000):
+        sibling = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not sibling.exists():
+            return sibling
+    raise ConflictError(f"there is no free name left beside {path}")

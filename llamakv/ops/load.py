@@ -1,0 +1,124 @@
+"""Restoring a session and completing it once."""
+
+from __future__ import annotations
+
+import time
+
+from llamakv.engine.text import TextStream, join, open_character
+from llamakv.errors import AbortedError, UsageError
+from llamakv.ops.chat import Conversation, conversation_of
+from llamakv.ops.keeping import Keeper
+from llamakv.ops.opening import OpenModel, merge_sampling, resume
+from llamakv.ops.requests import Answer, LoadRequest, Opened, Reporter
+from llamakv.records import Sampling
+from llamakv.store.session_file import SessionInfo, check_writable, read_session
+
+
+def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
+    """Bring a session back and let the model go on once: answer ``prompt`` in a conversation, continue raw text.
+    The session's file is only read, unless it is also ``save``.
+
+    Raises:
+        LlamakvError: nothing was changed on disk.
+    """
+    started = time.perf_counter()
+    if request.save is not None and request.save != request.path:
+        check_writable(request.save, overwrite=request.overwrite)
+    elif request.save is not None:
+        check_writable(request.save, overwrite=True)
+    info = read_session(request.path)
+    sampling = merge_sampling(request.sampling, info.record.sampling)
+    if request.prompt is not None and not request.prompt:
+        raise UsageError("the prompt is empty")
+    opened, info, back = resume(request.path, request.model, request.memory, request.options, reporter, info)
+    with opened:
+        _announce(back, reporter)
+        keeper = Keeper(opened, info, compress=request.compress)
+        if info.record.chat is not None:
+            conversation = conversation_of(
+                opened,
+                keeper,
+                back,
+                info.record,
+                sampling=sampling,
+                path=request.save,
+                overwrite=request.overwrite,
+                name=request.name,
+            )
+            return _answer(conversation, request.prompt, reporter)
+        return _continue(request, opened, keeper, info, back, sampling, started, reporter)
+
+
+def _announce(back: Opened, reporter: Reporter) -> None:
+    n = back.reused + back.evaluated
+    reporter.notice(
+        f"resumed {n:,} tokens: {back.reused:,} reused, {back.evaluated:,} evaluated, in {back.restore_s:.3f} s"
+    )
+
+
+def _answer(conversation: Conversation, prompt: str | None, reporter: Reporter) -> Answer:
+    if prompt is None:
+        return conversation.answer_open(reporter)
+    return conversation.send(prompt, reporter)
+
+
+def _continue(
+    request: LoadRequest,
+    opened: OpenModel,
+    keeper: Keeper,
+    info: SessionInfo,
+    back: Opened,
+    sampling: Sampling,
+    started: float,
+    reporter: Reporter,
+) -> Answer:
+    sequence, model = opened.sequence, opened.model
+    reused = back.reused
+    if request.prompt is not None:
+        tokens = model.tokenize(request.prompt, add_special=False, parse_special=True)
+        if not tokens:
+            raise UsageError("the prompt is empty: it gives no token")
+        try:
+            sequence.extend(
+                tokens,
+                replace_pending=model.is_end(sequence.tokens[-1]) and len(sequence.tokens) > 1,
+                on_progress=lambda done, total: reporter.progress("prefill", done, total),
+                should_abort=reporter.should_abort,
+            )
+        except AbortedError as error:
+            raise AbortedError(f"interrupted while reading the prompt; {info.path} is unchanged") from error
+    n_before = len(sequence.tokens)
+    prime = open_character([model.token_bytes(token) for token in sequence.tokens[-4:]])
+    stream = TextStream(model.token_bytes, stops=sampling.stop, prime=prime)
+    first_s, n, reason = 0.0, 0, ""
+    for token in sequence.generate(sampling, n_max=sampling.max_tokens, should_abort=reporter.should_abort):
+        n += 1
+        first_s = first_s or time.perf_counter() - started
+        if not model.is_end(token):
+            reporter.text(stream.feed(token))
+        if stream.stopped:
+            reason = "stop"
+            break
+    reporter.text(stream.finish())
+    saved = None
+    if request.save is not None:
+        saved = keeper.save(
+            request.save,
+            chat=None,
+            text=join(model.token_bytes(token) for token in sequence.tokens),
+            sampling=sampling,
+            reporter=reporter,
+            overwrite=request.overwrite,
+            name=request.name,
+        )
+    return Answer(
+        text=stream.text,
+        finish_reason=reason or sequence.finish_reason,
+        reused=reused,
+        evaluated=n_before - reused,
+        generated=n,
+        seed=sampling.seed,
+        elapsed_s=time.perf_counter() - started,
+        first_token_s=first_s,
+        saved=saved,
+    )

@@ -1,0 +1,222 @@
+"""Prefilling a text and keeping it: the beginning that many questions will share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llamakv.engine.prompt import ChatTemplate, plan_open
+from llamakv.engine.text import join
+from llamakv.errors import AbortedError, ExistsError, UsageError
+from llamakv.ops.chat import CHAT_SAMPLING, template_of
+from llamakv.ops.keeping import Keeper
+from llamakv.ops.opening import OpenModel, find_model, merge_memory, merge_sampling, random_seed, resume
+from llamakv.ops.requests import Reporter, Saved, SaveRequest
+from llamakv.records import Chat, Message, Sampling, SessionRecord
+from llamakv.store.session_file import SessionInfo, check_writable, read_session
+
+_BETWEEN = "\n\n"
+"""What stands between a saved document and a question about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """A finished save: tokens that were there already, tokens read now, and whether all of the text was read (False
+    after an interruption: what had been read is saved all the same, and the same command goes on from there)."""
+
+    saved: Saved
+    reused: int
+    evaluated: int
+    n_tokens_wanted: int
+    elapsed_s: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """What is to be read, as text and as it goes into the record."""
+
+    pieces: tuple[tuple[int, str], ...]
+    messages: tuple[Message, ...]
+    template: ChatTemplate | None
+    raw: str | None
+
+
+def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
+    """Read a text and save the session. A session at ``path`` whose text is a beginning of the new one is extended;
+    any other is left alone unless ``overwrite``.
+
+    Raises:
+        UsageError: no text, or no chat template and not ``raw``.
+        ExistsError: another session is there.
+    """
+    started = time.perf_counter()
+    if not (request.text or "").strip() and not request.system:
+        raise UsageError("the text is empty: there is nothing to save")
+    if request.raw and request.system:
+        raise UsageError("raw text has no system prompt", hint="leave out --raw or --system")
+    earlier = _earlier(request)
+    check_writable(request.path, overwrite=request.overwrite or earlier is not None)
+    opened, keeper = _open(request, earlier, reporter)
+    with opened:
+        text = _text_of(request, opened, earlier)
+        pieces = _tokenise(opened, text)
+        sampling = _sampling(request, earlier)
+        reused, complete = _read(opened, [token for _, piece in pieces for token in piece], reporter)
+        evaluated = opened.sequence.n_cells - reused
+        chat, raw = _as_read(opened, text, pieces, complete=complete)
+        saved = keeper.save(
+            request.path,
+            chat=chat,
+            text=raw,
+            sampling=sampling,
+            reporter=reporter,
+            overwrite=request.overwrite,
+            name=request.name,
+        )
+        return SaveResult(
+            saved=saved,
+            reused=reused,
+            evaluated=evaluated,
+            n_tokens_wanted=sum(len(tokens) for _, tokens in pieces),
+            elapsed_s=time.perf_counter() - started,
+            complete=complete,
+        )
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def _earlier(request: SaveRequest) -> SessionInfo | None:
+    """The session at the path, if it is a beginning of what is wanted; None if there is none or it will go."""
+    if request.overwrite or not request.path.exists():
+        return None
+    info = read_session(request.path)
+    if not _is_beginning(info.record, request):
+        raise ExistsError(
+            f"{request.path} holds another session ({len(info.record.tokens):,} tokens), which this text does not "
+            "continue",
+            hint="use --force to replace it, or save under another name",
+            path=str(request.path),
+        )
+    return info
+
+
+def _is_beginning(record: SessionRecord, request: SaveRequest) -> bool:
+    wanted = request.text or ""
+    if request.raw or record.text is not None:
+        return request.raw and record.text is not None and wanted.startswith(record.text)
+    messages = record.chat.messages if record.chat is not None else ()
+    system = "".join(message.content for message in messages if message.role == "system")
+    rest = [message for message in messages if message.role != "system"]
+    if system != (request.system or "") or len(rest) > 1 or (rest and not rest[0].is_open):
+        return False
+    return (wanted + _BETWEEN).startswith(rest[0].content) if rest else True
+
+
+def _open(request: SaveRequest, earlier: SessionInfo | None, reporter: Reporter) -> tuple[OpenModel, Keeper]:
+    if earlier is not None:
+        opened, info, _ = resume(request.path, request.model, request.memory, request.options, reporter, earlier)
+        return opened, Keeper(opened, info, compress=request.compress)
+    found = find_model(request.model, None, reporter)
+    memory = merge_memory(request.memory, None, None, may_change=True)
+    opened = OpenModel(found, request.model, memory, reporter=reporter)
+    return opened, Keeper(opened, None, compress=request.compress)
+
+
+def _sampling(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
+    base = replace(CHAT_SAMPLING, seed=random_seed()) if earlier is None else earlier.record.sampling
+    return merge_sampling(request.sampling, base)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | None) -> _Text:
+    if request.raw:
+        assert request.text is not None
+        return _Text(pieces=((0, request.text),), messages=(), template=None, raw=request.text)
+    stored = earlier.record.chat if earlier is not None else None
+    now_s = earlier.record.lineage.created_s if earlier is not None else time.time()
+    template = template_of(opened, stored.template if stored is not None else None, now_s=now_s)
+    content = f"{request.text}{_BETWEEN}" if request.text else ""
+    system = (Message(role="system", content=request.system, p0=0, p1=0),) if request.system else ()
+    messages = (*system, Message(role="user", content=content, p0=0, p1=0, is_open=True))
+    plan = plan_open(template, messages)
+    pieces = tuple((piece.index, piece.text) for piece in plan.pieces)
+    return _Text(pieces=pieces, messages=messages, template=template, raw=None)
+
+
+def _tokenise(opened: OpenModel, text: _Text) -> list[tuple[int, list[int]]]:
+    info = opened.info
+    pieces: list[tuple[int, list[int]]] = []
+    for index, piece in text.pieces:
+        is_first = not pieces
+        add_special = is_first and not (info.bos and piece.startswith(info.bos))
+        pieces.append((index, opened.model.tokenize(piece, add_special=add_special, parse_special=True)))
+    return pieces
+
+
+def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter) -> tuple[int, bool]:
+    """Evaluate what is not there yet; returns the cells that were, and whether all was read."""
+    if not tokens:
+        raise UsageError("the text is empty: it gives no token")
+    n_there = 0
+    if opened.has_sequence:
+        sequence = opened.sequence
+        for have, want in zip(sequence.tokens, tokens, strict=False):
+            if have != want:
+                break
+            n_there += 1
+        sequence.rewind(n_there)
+    else:
+        sequence = opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
+    reused = sequence.n_cells
+    if not tokens[n_there:]:
+        return reused, True
+    try:
+        sequence.extend(
+            tokens[n_there:],
+            on_progress=lambda done, total: reporter.progress("prefill", done, total),
+            should_abort=reporter.should_abort,
+        )
+    except AbortedError:
+        if sequence.n_cells <= reused:
+            raise
+        return reused, False
+    return reused, True
+
+
+def _as_read(
+    opened: OpenModel, text: _Text, pieces: Sequence[tuple[int, list[int]]], *, complete: bool
+) -> tuple[Chat | None, str | None]:
+    """What the session holds of the text: all of it, or what was read before an interruption."""
+    tokens = opened.sequence.tokens
+    if text.template is None:
+        return None, text.raw if complete else join(opened.model.token_bytes(token) for token in tokens)
+    messages = list(text.messages)
+    position = 0
+    for index, piece in pieces:
+        end = min(position + len(piece), len(tokens))
+        messages[index] = replace(messages[index], p0=position, p1=end)
+        position = end
+    if not complete:
+        content = _content_read(opened, text)
+        if content is None:
+            return None, join(opened.model.token_bytes(token) for token in tokens)
+        messages[-1] = replace(messages[-1], content=content)
+    template = text.template
+    return Chat(template=template.source, template_digest=template.digest, messages=tuple(messages)), None
+
+
+def _content_read(opened: OpenModel, text: _Text) -> str | None:
+    """The open message's content as far as it was read; None where that cannot be told."""
+    assert text.template is not None
+    read = join(opened.model.token_bytes(token, special=True) for token in opened.sequence.tokens)
+    empty = text.template.render_open((*text.messages[:-1], replace(text.messages[-1], content="")))
+    if not read.startswith(empty):
+        return None
+    content = read[len(empty) :]
+    again = text.template.render_open((*text.messages[:-1], replace(text.messages[-1], content=content)))
+    return content if again == read else None
