@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
-from llamakv.engine.text import TextStream, join, open_character
+from llamakv.engine.text import join
 from llamakv.errors import AbortedError, UsageError
-from llamakv.ops.chat import Conversation, conversation_of
+from llamakv.ops.conversation import Conversation, conversation_of
 from llamakv.ops.keeping import Keeper
-from llamakv.ops.opening import OpenModel, merge_sampling, resume
+from llamakv.ops.matching import merge_sampling
+from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.reply import write_reply
 from llamakv.ops.requests import Answer, LoadRequest, Opened, Reporter
 from llamakv.records import Sampling
 from llamakv.store.session_file import SessionInfo, check_writable, read_session
@@ -88,18 +90,7 @@ def _continue(
         except AbortedError as error:
             raise AbortedError(f"interrupted while reading the prompt; {info.path} is unchanged") from error
     n_before = len(sequence.tokens)
-    prime = open_character([model.token_bytes(token) for token in sequence.tokens[-4:]])
-    stream = TextStream(model.token_bytes, stops=sampling.stop, prime=prime)
-    first_s, n, reason = 0.0, 0, ""
-    for token in sequence.generate(sampling, n_max=sampling.max_tokens, should_abort=reporter.should_abort):
-        n += 1
-        first_s = first_s or time.perf_counter() - started
-        if not model.is_end(token):
-            reporter.text(stream.feed(token))
-        if stream.stopped:
-            reason = "stop"
-            break
-    reporter.text(stream.finish())
+    reply = write_reply(model, sequence, sampling, reporter, started=started)
     saved = None
     if request.save is not None:
         saved = keeper.save(
@@ -112,13 +103,13 @@ def _continue(
             name=request.name,
         )
     return Answer(
-        text=stream.text,
-        finish_reason=reason or sequence.finish_reason,
+        text=reply.text,
+        finish_reason=reply.finish_reason,
         reused=reused,
         evaluated=n_before - reused,
-        generated=n,
+        generated=reply.n_tokens,
         seed=sampling.seed,
-        elapsed_s=time.perf_counter() - started,
-        first_token_s=first_s,
+        elapsed_s=reply.elapsed_s,
+        first_token_s=reply.first_token_s,
         saved=saved,
     )

