@@ -20,8 +20,9 @@ from llamakv.ops.requests import Answer, Opened, Reporter, Saved
 from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
 from llamakv.store.session_file import SessionReader, check_writable, read_session
 
-CHAT_SAMPLING = Sampling(temperature=0.5, top_k=40, top_p=0.95, min_p=0.05)
-"""What a new conversation is sampled with: llama.cpp's own defaults (common.h), but cooler, for small models."""
+CHAT_SAMPLING = Sampling(temperature=0.5, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
+"""What a new session is sampled with: llama.cpp's own defaults (common.h), but cooler, since small models wander, and
+with an end, since some never find one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

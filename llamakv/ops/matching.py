@@ -245,7 +245,8 @@ def check_layout(record: SessionRecord, settings: MemorySettings) -> None:
 
 
 def merge_sampling(options: SamplingOptions, base: Sampling) -> Sampling:
-    """Sampling parameters: what the user gave, and ``base`` elsewhere. A seed of -1 becomes a random one.
+    """Sampling parameters: what the user gave, and ``base`` elsewhere. A seed of -1 becomes a random one,
+    ``max_tokens`` of 0 or less no limit.
 
     Raises:
         UsageError: a value out of its range.
@@ -257,6 +258,8 @@ def merge_sampling(options: SamplingOptions, base: Sampling) -> Sampling:
     }
     if given.get("seed") == -1:
         given["seed"] = random_seed()
+    if given.get("max_tokens", 1) <= 0:
+        given["max_tokens"] = None
     merged = replace(base, **given)
     for name in ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty"):
         if not math.isfinite(getattr(merged, name)):
