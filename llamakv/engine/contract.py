@@ -185,6 +185,13 @@ class Model(Protocol):
     def open_sequence(self, memory: MemoryRequest, *, n_ctx_min: int, n_ctx_max: int, n_threads: int) -> LiveSequence:
         """A context with one sequence, of at least ``n_ctx_min`` cells, growing to ``n_ctx_max``."""
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Try whether the engine takes these parameters.
+
+        Raises:
+            UsageError: a grammar that cannot be read, or a biased token that does not exist.
+        """
+
     @property
     def settings(self) -> MemorySettings:
         """The settings of the context last opened, resolved."""

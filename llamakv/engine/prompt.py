@@ -1,8 +1,9 @@
 """Chat templates, and how a turn becomes the text that still has to be read.
 
-History is never tokenised again unless the template itself rewrites it. A turn renders the template for the old messages and for the new ones, both now, and
-what the new text adds behind the old one is all that is tokenised. The old text is only a way to find that place: the
-tokens already read stay as they are, even where they are not the ones the tokeniser would choose today.
+History is never tokenised again unless the template itself rewrites it. A turn renders the template for the old
+messages and for the new ones, both now, and what the new text adds behind the old one is all that is tokenised. The
+old text is only a way to find that place: the tokens already read stay as they are, even where they are not the ones
+the tokeniser would choose today.
 """
 
 from __future__ import annotations

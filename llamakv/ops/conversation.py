@@ -108,6 +108,7 @@ class Conversation:
         overwrite: bool = False,
         name: str | None = None,
     ) -> None:
+        opened.model.check_sampling(sampling)
         self._model = opened
         self._keeper = keeper
         self.opened = back

@@ -101,13 +101,11 @@ class Keeper:
     def _extend(self, base: SessionInfo, record: SessionRecord, reporter: Reporter) -> SessionInfo:
         sequence = self._opened.sequence
         keep = sections_to_keep(base.sections, sequence.n_settled)
-        has_tail = any(s.kind is SectionKind.TAIL and s.p1 == sequence.n_cells for s in keep)
-        has_whole = any(s.kind is SectionKind.WHOLE and s.p1 == sequence.n_cells for s in keep)
-        new = (
-            section
-            for section in _counted(sequence, sequence.n_settled, reporter)
-            if not (section.kind is SectionKind.TAIL and has_tail) and not has_whole
-        )
+        n_cells = sequence.n_cells
+        keep = tuple(s for s in keep if s.kind is not SectionKind.WHOLE or s.p1 == n_cells)
+        there = {s.kind for s in keep if s.kind is not SectionKind.CELLS and s.p1 == n_cells}
+        sections = _counted(sequence, sequence.n_settled, reporter) if SectionKind.WHOLE not in there else iter(())
+        new = (section for section in sections if section.kind not in there)
         return extend_session(base, record, keep=keep, new=new, compress=self._compress)
 
     def _record(

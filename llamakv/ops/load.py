@@ -75,6 +75,7 @@ def _continue(
     reporter: Reporter,
 ) -> Answer:
     sequence, model = opened.sequence, opened.model
+    model.check_sampling(sampling)
     reused = back.reused
     if request.prompt is not None:
         tokens = model.tokenize(request.prompt, add_special=False, parse_special=True)

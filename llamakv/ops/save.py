@@ -64,6 +64,7 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
         text = _text_of(request, opened, earlier)
         pieces = _tokenise(opened, text)
         sampling = _sampling(request, earlier)
+        opened.model.check_sampling(sampling)
         reused, complete = _read(opened, [token for _, piece in pieces for token in piece], reporter)
         evaluated = opened.sequence.n_cells - reused
         chat, raw = _as_read(opened, text, pieces, complete=complete)

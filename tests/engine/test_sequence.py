@@ -60,9 +60,7 @@ def saved(sequence: LlamaSequence, from_position: int = 0) -> list[StateSection]
     sections = []
     for section in sequence.export(from_position):
         data = memoryview(bytes(section.data))
-        sections.append(
-            StateSection(kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=data)
-        )
+        sections.append(StateSection(kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=data))
     return sections
 
 
@@ -115,7 +113,7 @@ def test_a_save_takes_new_cells_only_and_leaves_the_sequence_as_it_was(dense: Ll
     second = saved(live, live.n_settled)
     assert [(s.p0, s.p1) for s in first] == [(0, 256), (256, 499)]
     assert [(s.p0, s.p1) for s in second] == [(499, 559)]
-    assert [bytes(s.data) for s in saved(live)][0] == bytes(first[0].data)
+    assert bytes(saved(live)[0].data) == bytes(first[0].data)
 
 
 @pytest.mark.parametrize("back_to", [1, 40, 256, 257, 390, 399])
@@ -249,9 +247,7 @@ def test_a_refused_section_leaves_an_empty_sequence_that_works(model: LlamaModel
 
 
 def _cut(section: StateSection) -> StateSection:
-    return StateSection(
-        kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=section.data[:-5]
-    )
+    return StateSection(kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=section.data[:-5])
 
 
 def test_more_tokens_than_the_limit_are_refused_before_anything_happens(dense: LlamaModel) -> None:

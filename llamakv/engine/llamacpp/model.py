@@ -22,9 +22,10 @@ from llamakv.engine.llamacpp.native import (
     require_functions,
     tiles_are_safe,
 )
+from llamakv.engine.llamacpp.sampler import TokenChooser
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.errors import EngineError, ModelFileError, NoRoomError
-from llamakv.records import EngineVersions, MemoryKind, MemorySettings
+from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling
 
 _GGUF_MAGIC = b"GGUF"  # gguf.h
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE in llama.h
@@ -190,6 +191,14 @@ class LlamaModel:
     def is_end(self, token: int) -> bool:
         """Whether the token ends a reply."""
         return bool(api.llama_vocab_is_eog(self._vocab, token))
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Try whether the engine takes these parameters; see the contract.
+
+        Raises:
+            UsageError: a grammar that cannot be read, or a biased token that does not exist.
+        """
+        TokenChooser(self._vocab, self._info.n_vocab, sampling, ()).close()
 
     # ------------------------------------------------------------ contexts
 
