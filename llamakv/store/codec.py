@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import IO, TypeAlias, cast
 
-import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from llamakv.store.digests import Digester
@@ -52,8 +50,6 @@ _MIN_GAIN = 0.03
 _N_BLOCK = 1 << 18  # bytes of a section worked on at a time: stays in a core's second-level cache
 _N_SAMPLE = 8 << 10
 _N_SAMPLES = 8
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class CodecError(Exception):
@@ -97,41 +93,40 @@ def encode(data: memoryview, compress: CompressOption) -> EncodedSection:
     Longer than ``data`` by at most 1 % and 64 bytes. Safe to call from several threads; works in 256 KiB steps, so
     that it needs little more memory than its result.
     """
-    raw = np.frombuffer(data, np.uint8)
+    raw = data.cast("B")
     plan = _plan(raw, compress)
     digester = Digester()
     if plan.encoding is Encoding.PLANES:
         frames = _encode_planes(raw, plan, digester)
     else:
-        whole = _compressor(plan.level, raw.size)
+        whole = _compressor(plan.level, len(raw))
         pieces = []
-        for start in range(0, raw.size, _N_BLOCK):
-            block = raw[start : start + _N_BLOCK].data
+        for start in range(0, len(raw), _N_BLOCK):
+            block = raw[start : start + _N_BLOCK]
             pieces.append(whole.compress(block))
             digester.update(block)
         pieces.append(whole.flush())
         frames = (tuple(pieces),)
-    return EncodedSection(encoding=plan.encoding, frames=frames, n_raw=raw.size, digest=digester.digest())
+    return EncodedSection(encoding=plan.encoding, frames=frames, n_raw=len(raw), digest=digester.digest())
 
 
-def _encode_planes(raw: Bytes, plan: _Plan, digester: Digester) -> tuple[tuple[bytes, ...], ...]:
-    n_pairs = raw.size // 2
-    low_frame, high_frame = _compressor(plan.low_level, raw.size - n_pairs), _compressor(plan.level, n_pairs)
+def _encode_planes(raw: memoryview, plan: _Plan, digester: Digester) -> tuple[tuple[bytes, ...], ...]:
+    from llamakv.store import planes  # late: see there
+
+    n_pairs = len(raw) // 2
+    low_frame, high_frame = _compressor(plan.low_level, len(raw) - n_pairs), _compressor(plan.level, n_pairs)
     low_pieces, high_pieces = [], []
-    pairs = raw[: 2 * n_pairs].view("<u2")
-    low, high = np.empty(_N_BLOCK // 2, np.uint8), np.empty(_N_BLOCK // 2, np.uint8)
-    for start in range(0, n_pairs, _N_BLOCK // 2):
-        block = pairs[start : start + _N_BLOCK // 2]
-        n = block.size
-        np.copyto(low[:n], block, casting="unsafe")
-        np.right_shift(block, 8, out=high[:n], casting="unsafe")
-        low_pieces.append(low_frame.compress(low[:n].data))
-        high_pieces.append(high_frame.compress(high[:n].data))
-        digester.update(block.view(np.uint8).data)
-    if raw.size % 2:
-        last = raw[-1:].data
-        low_pieces.append(low_frame.compress(last))
-        digester.update(last)
+    low, high = planes.allocate(_N_BLOCK // 2), planes.allocate(_N_BLOCK // 2)
+    for start in range(0, 2 * n_pairs, _N_BLOCK):
+        block = raw[start : min(start + _N_BLOCK, 2 * n_pairs)]
+        n = len(block) // 2
+        planes.split(block, low[:n], high[:n])
+        low_pieces.append(low_frame.compress(low[:n]))
+        high_pieces.append(high_frame.compress(high[:n]))
+        digester.update(block)
+    if len(raw) % 2:
+        low_pieces.append(low_frame.compress(raw[-1:]))
+        digester.update(raw[-1:])
     low_pieces.append(low_frame.flush())
     high_pieces.append(high_frame.flush())
     return tuple(low_pieces), tuple(high_pieces)
@@ -141,7 +136,7 @@ def _compressor(level: int, n_bytes: int) -> zstandard.ZstdCompressionObj:
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compressobj(size=n_bytes)
 
 
-def _plan(raw: Bytes, compress: CompressOption) -> _Plan:
+def _plan(raw: memoryview, compress: CompressOption) -> _Plan:
     check_option(compress)
     if compress is Compress.NONE or compress == 0:
         return _Plan(Encoding.RAW, _STORE_LEVEL)
@@ -158,48 +153,56 @@ def _plan(raw: Bytes, compress: CompressOption) -> _Plan:
     return _Plan(Encoding.RAW, _STORE_LEVEL)
 
 
-def _sample(raw: Bytes) -> Bytes:
-    if raw.size <= 2 * _N_SAMPLES * _N_SAMPLE:
-        return raw
-    starts = np.linspace(0, raw.size - _N_SAMPLE, _N_SAMPLES).astype(np.int64) & ~1
-    return np.concatenate([raw[start : start + _N_SAMPLE] for start in starts])
+def _sample(raw: memoryview) -> bytes:
+    if len(raw) <= 2 * _N_SAMPLES * _N_SAMPLE:
+        return bytes(raw)
+    starts = [i * (len(raw) - _N_SAMPLE) // (_N_SAMPLES - 1) & ~1 for i in range(_N_SAMPLES)]
+    return b"".join(raw[start : start + _N_SAMPLE] for start in starts)
 
 
-def _shrunk(sample: Bytes) -> float:
-    if sample.size == 0:
+def _shrunk(sample: bytes) -> float:
+    if not sample:
         return 1.0
-    return len(zstandard.ZstdCompressor(level=_FAST_LEVEL).compress(sample.tobytes())) / sample.size
+    return len(zstandard.ZstdCompressor(level=_FAST_LEVEL).compress(sample)) / len(sample)
 
 
 # ---------------------------------------------------------------- decoding
 
 
-class _Frame:
-    """The content of one frame, read in pieces from where ``read`` finds its bytes."""
+class _StoredBytes:
+    """The stored bytes of one frame as a file for the decoder, which asks for them in pieces."""
 
-    def __init__(self, read: Callable[[int, int], bytes], offset: int, n_stored: int, n_raw: int) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], offset: int, n_stored: int) -> None:
         self._read, self._offset, self._n_left = read, offset, n_stored
-        header = read(min(n_stored, N_FRAME_HEADER_BYTES), offset)
-        _check_frame(header, n_raw)
-        # A frame ends at its checksum; what the decoder reads ahead past it is never looked at.
-        self._reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(
-            self, read_size=_N_BLOCK, closefd=False
-        )
 
     def read(self, n_bytes: int) -> bytes:
-        """Return the next stored bytes (called by the decoder)."""
-        data = self._read(min(n_bytes, self._n_left), self._offset) if self._n_left else b""
+        """Return the next bytes, none at the end. Raises: CodecError (the file is too short)."""
+        n_wanted = min(n_bytes, self._n_left)
+        data = self._read(n_wanted, self._offset) if n_wanted else b""
+        if len(data) < n_wanted:
+            raise CodecError(f"the file ends at {self._offset + len(data)}, inside a frame")
         self._offset += len(data)
         self._n_left -= len(data)
         return data
 
-    def read_into(self, target: Bytes) -> None:
+
+class _Frame:
+    """The content of one frame, decoded in pieces."""
+
+    def __init__(self, read: Callable[[int, int], bytes], offset: int, n_stored: int, n_raw: int) -> None:
+        _check_frame(read(min(n_stored, N_FRAME_HEADER_BYTES), offset), n_raw)
+        source = cast("IO[bytes]", _StoredBytes(read, offset, n_stored))
+        self._reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(
+            source, read_size=_N_BLOCK, closefd=False
+        )
+
+    def read_into(self, target: memoryview) -> None:
         """Fill ``target`` with the next raw bytes."""
         n_done = 0
-        while n_done < target.size:
-            n = self._reader.readinto(target[n_done:].data)
+        while n_done < len(target):
+            n = self._reader.readinto(target[n_done:])
             if n == 0:
-                raise CodecError(f"a frame ends {target.size - n_done} bytes early")
+                raise CodecError(f"a frame ends {len(target) - n_done} bytes early")
             n_done += n
 
     def finish(self) -> None:
@@ -246,37 +249,39 @@ def decode(
         raise CodecError(f"zstd: {error}") from error
     if found != digest:
         raise CodecError(f"digest is {found.hex()[:16]}, expected {digest.hex()[:16]}")
-    return raw.data
+    return raw
 
 
-def _decode_whole(frame: _Frame, n_raw: int) -> tuple[Bytes, bytes]:
-    raw = np.empty(n_raw, np.uint8)
+def _decode_whole(frame: _Frame, n_raw: int) -> tuple[memoryview, bytes]:
+    from llamakv.store import planes
+
+    raw = planes.allocate(n_raw)
     digester = Digester()
     for start in range(0, n_raw, _N_BLOCK):
         block = raw[start : start + _N_BLOCK]
         frame.read_into(block)
-        digester.update(block.data)
+        digester.update(block)
     frame.finish()
     return raw, digester.digest()
 
 
-def _merge(low_frame: _Frame, high_frame: _Frame, n_raw: int) -> tuple[Bytes, bytes]:
-    raw = np.empty(n_raw, np.uint8)
+def _merge(low_frame: _Frame, high_frame: _Frame, n_raw: int) -> tuple[memoryview, bytes]:
+    from llamakv.store import planes
+
+    raw = planes.allocate(n_raw)
     digester = Digester()
-    n_pairs = n_raw // 2
-    pairs = raw[: 2 * n_pairs].view("<u2")
-    low, high = np.empty(_N_BLOCK // 2, np.uint8), np.empty(_N_BLOCK // 2, np.uint8)
-    for start in range(0, n_pairs, _N_BLOCK // 2):
-        block = pairs[start : start + _N_BLOCK // 2]
-        n = block.size
+    n_paired = n_raw // 2 * 2
+    low, high = planes.allocate(_N_BLOCK // 2), planes.allocate(_N_BLOCK // 2)
+    for start in range(0, n_paired, _N_BLOCK):
+        block = raw[start : min(start + _N_BLOCK, n_paired)]
+        n = len(block) // 2
         low_frame.read_into(low[:n])
         high_frame.read_into(high[:n])
-        np.left_shift(high[:n], 8, out=block, dtype=np.uint16, casting="unsafe")
-        np.bitwise_or(block, low[:n], out=block)
-        digester.update(block.view(np.uint8).data)
+        planes.merge(low[:n], high[:n], block)
+        digester.update(block)
     if n_raw % 2:
         low_frame.read_into(raw[-1:])
-        digester.update(raw[-1:].data)
+        digester.update(raw[-1:])
     low_frame.finish()
     high_frame.finish()
     return raw, digester.digest()
@@ -294,9 +299,7 @@ def decompress_index(stored: bytes, n_raw: int) -> bytes:
     """Return the content of a frame that must hold exactly ``n_raw`` bytes. Raises: CodecError."""
     try:
         _check_frame(stored[:N_FRAME_HEADER_BYTES], n_raw)
-        raw = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompress(
-            stored, max_output_size=n_raw
-        )
+        raw = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompress(stored, max_output_size=n_raw)
     except zstandard.ZstdError as error:
         raise CodecError(f"zstd: {error}") from error
     if len(raw) != n_raw:

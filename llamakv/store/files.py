@@ -68,9 +68,7 @@ def reading(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"no such file: '{path}'", path=str(path)) from error
     except IsADirectoryError as error:
-        raise NotASessionError(
-            f"not a llamakv session: '{path}' is a folder", path=str(path)
-        ) from error
+        raise NotASessionError(f"not a llamakv session: '{path}' is a folder", path=str(path)) from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ReadError(f"cannot read '{path}': {reason}", path=str(path), errno=error.errno) from error
@@ -388,7 +386,5 @@ def check_target(path: Path) -> bool:
     if not stat.S_ISREG(mode):
         raise WriteError(f"cannot write '{path}': it is not a regular file", path=str(path))
     if not mode & 0o222:
-        raise WriteError(
-            f"cannot write '{path}': it is read-only", hint=f"chmod u+w '{path}'", path=str(path)
-        )
+        raise WriteError(f"cannot write '{path}': it is read-only", hint=f"chmod u+w '{path}'", path=str(path))
     return True

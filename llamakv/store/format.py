@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from llamakv.errors import DamagedError, FormatError, NewerFormatError, NotASessionError
+from llamakv.errors import DamagedError, FormatError, NewerFormatError, NotASessionError, WriteError
 from llamakv.records import SectionKind, SessionRecord
 from llamakv.store import codec
 from llamakv.store.codec import CodecError, Encoding
@@ -29,7 +27,7 @@ _FRAME_HEAD = struct.Struct("<II")
 
 N_SECTOR = 512
 N_SLOTS_END = 3 * N_SECTOR
-_EMPTY_FRAME = bytes.fromhex("28b52ffd2400010000" "99e9d851")  # so that `file` sees a zstd frame in every session
+_EMPTY_FRAME = bytes.fromhex("28b52ffd240001000099e9d851")  # so that `file` sees a zstd frame in every session
 N_HEADER = N_SLOTS_END + len(_EMPTY_FRAME)
 _FIRST_SECTOR = (
     _FRAME_HEAD.pack(_HEADER_FRAME, N_SLOTS_END - _FRAME_HEAD.size) + MAGIC + struct.pack("<I", VERSION)
@@ -178,25 +176,34 @@ def padding(n_raw: int, n_stored: int) -> bytes:
 def pack_index(record: SessionRecord, sections: Sequence[StoredSection]) -> tuple[bytes, int]:
     """Return the index frame and the raw length of its content.
 
-    Raises: ValueError (a token or a length that the format cannot hold).
+    Raises: WriteError (more text and tokens than the format can hold), ValueError (a token id that is no 31-bit
+    number).
     """
     text = encode_record(record)
-    tokens = np.array(record.tokens, np.int64)
-    if tokens.size and not (0 <= tokens.min() and tokens.max() <= MAX_POSITION):
-        raise ValueError("a token id is negative or does not fit 32 bits")
+    tokens = _pack_tokens(record.tokens)
     raw = b"".join(
         [
-            _INDEX_HEAD.pack(len(text), tokens.size, len(sections), 0),
+            _INDEX_HEAD.pack(len(text), len(record.tokens), len(sections), 0),
             text,
-            tokens.astype("<i4").tobytes(),
+            tokens,
             *map(pack_entry, sections),
         ]
     )
     if len(raw) > MAX_INDEX_RAW:
-        raise ValueError(f"an index of {len(raw)} bytes is over the limit of {MAX_INDEX_RAW}")
+        raise WriteError(
+            f"session too large: text and tokens take {len(raw)} bytes, the limit is {MAX_INDEX_RAW}",
+            expected=MAX_INDEX_RAW,
+            actual=len(raw),
+        )
     content = codec.compress_index(raw)
     content += padding(len(raw), len(content))
     return _FRAME_HEAD.pack(_INDEX_FRAME, len(content)) + content, len(raw)
+
+
+def _pack_tokens(tokens: Sequence[int]) -> bytes:
+    if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_POSITION):
+        raise ValueError("a token id is negative or does not fit 32 bits")
+    return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 def pack_entry(section: StoredSection) -> bytes:
@@ -258,10 +265,10 @@ def _split_index(raw: bytes) -> tuple[SessionRecord, tuple[StoredSection, ...]]:
     table_start = tokens_start + 4 * n_tokens
     if reserved or table_start + _ENTRY.size * n_sections != len(raw):
         raise CodecError(f"index of {len(raw)} bytes cannot hold what its head says")
-    tokens = np.frombuffer(raw, "<i4", count=n_tokens, offset=tokens_start)
-    if tokens.size and tokens.min() < 0:
+    tokens = struct.unpack_from(f"<{n_tokens}i", raw, tokens_start)
+    if tokens and min(tokens) < 0:
         raise CodecError("negative token id")
-    record = decode_record(raw[_INDEX_HEAD.size : tokens_start], tuple(tokens.tolist()))
+    record = decode_record(raw[_INDEX_HEAD.size : tokens_start], tokens)
     table = memoryview(raw)[table_start:]
     return record, tuple(map(unpack_entry, (table[i : i + _ENTRY.size] for i in range(0, len(table), _ENTRY.size))))
 

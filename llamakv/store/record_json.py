@@ -33,9 +33,7 @@ class RecordError(Exception):
 def encode_record(record: SessionRecord) -> bytes:
     """Return all of ``record`` but its tokens as UTF-8 JSON."""
     values = {
-        item.name: _encode(getattr(record, item.name))
-        for item in dataclasses.fields(record)
-        if item.name != TOKENS_KEY
+        item.name: _encode(getattr(record, item.name)) for item in dataclasses.fields(record) if item.name != TOKENS_KEY
     }
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape

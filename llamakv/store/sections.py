@@ -75,9 +75,7 @@ def check_sections(kind: MemoryKind, n_tokens: int, sections: Sequence[StoredSec
     may_be_whole = kind in (MemoryKind.WINDOWED, MemoryKind.HYBRID)
     if wholes and may_be_whole and len(wholes) == len(sections) == 1:
         if wholes[0].p1 != n_cells:
-            raise SectionsError(
-                f"{n_tokens} tokens, but a whole section up to {wholes[0].p1}, expected {n_cells}"
-            )
+            raise SectionsError(f"{n_tokens} tokens, but a whole section up to {wholes[0].p1}, expected {n_cells}")
         return
     wanted = {
         MemoryKind.DENSE: (bool(cells), False),

@@ -306,6 +306,23 @@ def test_the_session_of_a_window_sized_cache_has_one_section_and_the_same_words(
         assert write(resumed, 12)[0] == write(cold, 12)[0]
 
 
+def test_a_hybrid_whose_state_cannot_be_cut_is_kept_in_one_piece(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LlamaModel(models("MH")) as model:
+        live = open_sequence(model)
+        live.extend(tokens_of(model, 300))
+        monkeypatch.setattr(type(live._cutter), "_can_be_cut", lambda *_: False)
+        sections = saved(live)
+        assert [(s.kind, s.p0, s.p1) for s in sections] == [(SectionKind.WHOLE, 0, 299)]
+        expected = write(live, 24)
+        assert write(open_restored(model, tokens_of(model, 300), sections), 24) == expected
+
+
+def open_restored(model: LlamaModel, tokens: list[int], sections: list[StateSection]) -> LlamaSequence:
+    resumed = open_sequence(model)
+    resumed.restore(tokens, sections)
+    return resumed
+
+
 def test_bad_arguments_are_python_errors_not_aborts(dense: LlamaModel, tmp_path: Path) -> None:
     live = open_sequence(dense)
     for call in (

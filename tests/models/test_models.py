@@ -131,9 +131,7 @@ def test_decodes_varied_text(models: TinyModels, name: str, flash_attn: bool) ->
 
 @pytest.mark.parametrize("flash_attn", [True, False])
 @pytest.mark.parametrize("name", ["M", "MS", "MR", "MH", "MH2"])
-def test_state_round_trip_continues_with_the_same_tokens(
-    models: TinyModels, name: str, flash_attn: bool
-) -> None:
+def test_state_round_trip_continues_with_the_same_tokens(models: TinyModels, name: str, flash_attn: bool) -> None:
     with opened(models(name), flash_attn=flash_attn) as engine:
         *before, pending = engine.tokenize(STORY)
         engine.decode(before)

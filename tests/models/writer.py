@@ -106,9 +106,7 @@ def lora(path: Path, base: str = "M", seed: int = 1, scale: float = 1.0) -> Path
         if name.endswith((".attn_q.weight", ".attn_v.weight")):
             n_out, n_in = weight.shape
             writer.add_tensor(f"{name}.lora_a", random(f"{name}.lora_a", (LORA_RANK, n_in), n_in**-0.5))
-            writer.add_tensor(
-                f"{name}.lora_b", random(f"{name}.lora_b", (n_out, LORA_RANK), scale * LORA_RANK**-0.5)
-            )
+            writer.add_tensor(f"{name}.lora_b", random(f"{name}.lora_b", (n_out, LORA_RANK), scale * LORA_RANK**-0.5))
     _finish(writer)
     return path
 
@@ -161,9 +159,7 @@ class _Weights:
     random: _Random
     tensors: Tensors
 
-    def matrix(
-        self, name: str, n_out: int, n_in: int, gain: float = 1.0, *, into_hidden: bool = False
-    ) -> None:
+    def matrix(self, name: str, n_out: int, n_in: int, gain: float = 1.0, *, into_hidden: bool = False) -> None:
         """An f16 matrix that maps unit inputs to outputs of about `gain`; `into_hidden` spares the anchor."""
         values = self.random(name, (n_out, n_in), gain * n_in**-0.5)
         if into_hidden:
@@ -324,9 +320,7 @@ def _granite_hybrid(w: _Weights, writer: GGUFWriter) -> float:
             w.vector(f"{at}.ssm_dt.bias", (n_ssm_head,), 0.8, -2.0)
             w.vector(f"{at}.ssm_a", (n_ssm_head, 1), 0.25, -0.5)
             w.vector(f"{at}.ssm_d", (n_ssm_head, 1), 0.1, 1.0)
-            w.tensors[f"{at}.ssm_norm.weight"] = w.random(
-                f"{at}.ssm_norm", (n_group, d_inner // n_group), 0.1, 1.0
-            )
+            w.tensors[f"{at}.ssm_norm.weight"] = w.random(f"{at}.ssm_norm", (n_group, d_inner // n_group), 0.1, 1.0)
             w.matrix(f"{at}.ssm_out", N_EMBD, d_inner, into_hidden=True)
         _feed_forward(w, i, n_ff, 2.0)
     return 2.5

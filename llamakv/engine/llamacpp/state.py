@@ -39,7 +39,7 @@ class StateCutter:
         """Sections of ``[p0, n_cells)`` of the live sequence, and its tail where the kind has one."""
         if n_cells == 0:
             return
-        if self._in_one_piece:
+        if self._in_one_piece or not self._can_be_cut(context, n_cells):
             data = _through_scratch(context)
             yield StateSection(kind=SectionKind.WHOLE, p0=0, p1=n_cells, p_used=n_cells, data=data)
             return
@@ -51,6 +51,18 @@ class StateCutter:
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
             data = self.take_tail(context, n_cells)
             yield StateSection(kind=SectionKind.TAIL, p0=n_cells, p1=n_cells, p_used=n_cells, data=data)
+
+    def _can_be_cut(self, context: NativeContext, n_cells: int) -> bool:
+        """Whether a hybrid's recurrent part comes last in its bytes, as it does for nearly all (engine-facts c2)."""
+        if self._kind is not MemoryKind.HYBRID:
+            return True
+        context.copy(LIVE, SCRATCH, n_cells - 1, n_cells)
+        try:
+            whole, recurrent = context.get_state(SCRATCH), context.get_state(SCRATCH, PARTIAL)[_N_HEADER:]
+        finally:
+            context.remove(SCRATCH)
+        n_body = len(whole) - len(recurrent)
+        return n_body > _N_HEADER and whole[n_body:] == recurrent
 
     def take_tail(self, context: NativeContext, n_cells: int) -> memoryview:
         """The recurrent part of the live sequence as it is now."""

@@ -1,0 +1,159 @@
+"""Digests of model files, remembered, and the way back from a digest to a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamakv.errors import LlamakvError, WriteError
+from llamakv.store import files
+from llamakv.store.digests import digest_file
+
+OnProgress = Callable[[int, int], None]
+
+_FILE_NAME = "model-digests.json"
+_SCHEMA = 1
+_MAX_FILE = 4 << 20
+_MAX_ENTRIES = 1000  # the oldest are forgotten
+_MIN_AGE_NS = 2_000_000_000  # coarsest clock of a file system (FAT): a later change is sure to show in the times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stamp:
+    """What changes when a file is replaced or rewritten, even where its modification time is put back."""
+
+    device: int
+    inode: int
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    digest: str
+    stamp: _Stamp | None  # None: the digest was true once; hash again before relying on it
+
+
+class ModelFiles:
+    """Digests of model files, remembered in ``cache_dir`` (a path that need not exist).
+
+    A damaged cache counts as none, and one that cannot be written only costs time. Safe between processes: a file
+    written at the same time by two keeps what one of them knew.
+    """
+
+    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
+        self._path = Path(cache_dir) / _FILE_NAME
+
+    def digest(self, path: str | os.PathLike[str], on_progress: OnProgress | None = None) -> tuple[str, int]:
+        """Return the BLAKE3 hex digest of a file's content and its length in bytes.
+
+        Remembered by real path, device, inode, length and both times, and only where these had been at rest for two
+        seconds before, so a file replaced or rewritten in place is noticed. Hashes on all cores otherwise, calling
+        ``on_progress(n_done, n_bytes)``.
+
+        Raises: NotFoundError, NotASessionError (a folder), ReadError.
+        """
+        real = Path(os.path.realpath(path))
+        with files.reading(Path(path)):
+            before = _stamp(real)
+            entry = self._load().get(str(real))
+            if entry is not None and entry.stamp == before:
+                return entry.digest, before.n_bytes
+            start_ns = time.time_ns()
+            digest, n_bytes = digest_file(real, on_progress)
+            after = _stamp(real)
+        is_at_rest = max(before.mtime_ns, before.ctime_ns) < start_ns - _MIN_AGE_NS
+        is_stable = before == after and is_at_rest and n_bytes == before.n_bytes
+        self._store(str(real), _Entry(digest=digest, stamp=before if is_stable else None))
+        return digest, n_bytes
+
+    def remember(self, digest: str, path: str | os.PathLike[str]) -> None:
+        """Note that a file with this digest was seen at ``path``; ``find`` will look there, and check."""
+        real = os.path.realpath(path)
+        entry = self._load().get(real)
+        if entry is None or entry.digest != digest:
+            self._store(real, _Entry(digest=digest, stamp=None))
+
+    def find(self, digest: str, n_bytes: int | None, folders: Sequence[str | os.PathLike[str]] = ()) -> Path | None:
+        """Return a file whose content has this digest, or None.
+
+        Looks at remembered paths, then at the ``*.gguf`` files directly in ``folders``; only files of ``n_bytes``
+        are digested (all remembered ones, if that is None). Files that cannot be read are passed over.
+        """
+        remembered = [Path(path) for path, entry in self._load().items() if entry.digest == digest]
+        seen: set[str] = set()
+        for path in [*remembered, *_models_in(folders)]:
+            real = os.path.realpath(path)
+            if real in seen:
+                continue
+            seen.add(real)
+            try:
+                is_that_long = n_bytes is None or os.stat(real).st_size == n_bytes
+                if is_that_long and self.digest(path)[0] == digest:
+                    return path
+            except (OSError, LlamakvError):
+                continue
+        return None
+
+    def _load(self) -> dict[str, _Entry]:
+        try:
+            with open(self._path, "rb") as file:
+                document = json.loads(file.read(_MAX_FILE + 1))
+            if document["schema"] != _SCHEMA:
+                return {}
+            return {str(path): _parse_entry(item) for path, item in document["files"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
+
+    def _store(self, path: str, entry: _Entry) -> None:
+        entries = self._load()
+        entries.pop(path, None)
+        entries[path] = entry
+        newest = list(entries.items())[-_MAX_ENTRIES:]
+        document = {"schema": _SCHEMA, "files": {key: dataclasses.asdict(item) for key, item in newest}}
+        try:
+            files.make_private_folder(self._path.parent)
+            files.replace_small_file(self._path, json.dumps(document, indent=1).encode())
+        except WriteError:
+            return  # only a memory: the digest itself is right
+
+
+def _stamp(path: Path) -> _Stamp:
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(None, "is a folder")
+    return _Stamp(
+        device=status.st_dev,
+        inode=status.st_ino,
+        n_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
+def _parse_entry(item: dict[str, object]) -> _Entry:
+    digest, stamp = item["digest"], item["stamp"]
+    if not isinstance(digest, str) or len(digest) != 64:
+        raise ValueError("not a digest")
+    if stamp is None:
+        return _Entry(digest=digest, stamp=None)
+    if not isinstance(stamp, dict) or not all(type(value) is int for value in stamp.values()):
+        raise ValueError("not a stamp")
+    return _Entry(digest=digest, stamp=_Stamp(**stamp))
+
+
+def _models_in(folders: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    found: list[Path] = []
+    for folder in folders:
+        try:
+            found += sorted(path for path in Path(folder).iterdir() if path.suffix.lower() == ".gguf")
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,40 @@
+"""The session file: everything the layers above need of it."""
+
+from llamakv.store.codec import AUTO, NONE, Compress, CompressOption, Encoding
+from llamakv.store.sections import StoredSection, truncate_sections
+from llamakv.store.session_info import SessionInfo
+from llamakv.store.session_reader import (
+    DamagedSection,
+    SessionReader,
+    VerifyReport,
+    read_session,
+    verify_session,
+)
+from llamakv.store.session_writer import (
+    OnSection,
+    check_writable,
+    compact_session,
+    create_session,
+    extend_session,
+)
+
+__all__ = [
+    "AUTO",
+    "NONE",
+    "Compress",
+    "CompressOption",
+    "DamagedSection",
+    "Encoding",
+    "OnSection",
+    "SessionInfo",
+    "SessionReader",
+    "StoredSection",
+    "VerifyReport",
+    "check_writable",
+    "compact_session",
+    "create_session",
+    "extend_session",
+    "read_session",
+    "truncate_sections",
+    "verify_session",
+]

@@ -1,0 +1,167 @@
+"""Reading session files. Readers take no lock: what they have opened never changes under them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llamakv.errors import FormatError
+from llamakv.records import StateSection
+from llamakv.store import codec, files
+from llamakv.store.codec import CodecError
+from llamakv.store.format import damaged
+from llamakv.store.pipeline import map_ahead, n_cores
+from llamakv.store.sections import StoredSection
+from llamakv.store.session_info import SessionInfo, load_info
+
+N_AHEAD = 5  # seven sections of memory, the one being consumed included; decoding adds about 1 MiB each
+_N_INLINE_RAW = 512 << 10  # less than this is decoded faster than threads start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedSection:
+    """A section that cannot be used, and why."""
+
+    section: StoredSection
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What verifying found. ``n_sections`` and ``n_raw_bytes`` count what was read and digested: 0 when ``fast``."""
+
+    info: SessionInfo
+    n_sections: int
+    n_raw_bytes: int
+    damaged: tuple[DamagedSection, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing wrong was found."""
+        return not self.damaged
+
+
+def read_session(path: str | os.PathLike[str]) -> SessionInfo:
+    """Return what header and index say: two small reads, no section is touched, no lock is taken.
+
+    Raises: NotFoundError, NotASessionError, NewerFormatError, DamagedError, ReadError.
+    """
+    fd = files.open_for_reading(Path(path))
+    try:
+        return load_info(fd, Path(path))
+    finally:
+        os.close(fd)
+
+
+class SessionReader:
+    """A session file held open: its sections stay readable whatever happens to the path meanwhile.
+
+    A context manager. ``info`` is as of opening. Not to be shared by threads (it uses its own inside).
+
+    Raises (on opening): as ``read_session``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._executor: ThreadPoolExecutor | None = None
+        self._fd = files.open_for_reading(self._path)
+        try:
+            self.info = load_info(self._fd, self._path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead and close the file; calling it again does nothing."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read(self, sections: Sequence[StoredSection]) -> Iterator[StateSection]:
+        """Return the given sections of ``info`` (or of ``truncate_sections``) with their bytes, in the order given.
+
+        Reading, decompressing and verifying begin at once and run ahead on all cores, with at most seven sections in
+        memory, the one being consumed included. Each section's bytes belong to the caller. Iterate before the reader
+        is closed.
+
+        Raises (while iterating): DamagedError before a section that is not what was saved, ReadError.
+        """
+        known = {(section.offset, section.digest) for section in self.info.sections}
+        if any((section.offset, section.digest) not in known for section in sections):
+            raise ValueError("a section is not one of this file's")
+        if len(sections) == 1 or sum(section.n_raw for section in sections) <= _N_INLINE_RAW:
+            return map(self._decode, sections)
+        return map_ahead(self._threads(), self._decode, sections, N_AHEAD)
+
+    def read_stored(self, section: StoredSection, n_bytes: int) -> Iterator[bytes]:
+        """Yield a section's stored bytes as they are, in pieces of ``n_bytes``, unverified.
+
+        Raises: DamagedError (the file has become shorter), ReadError.
+        """
+        end = section.offset + section.n_stored
+        for offset in range(section.offset, end, n_bytes):
+            n_wanted = min(n_bytes, end - offset)
+            piece = files.read_at(self._fd, n_wanted, offset, self._path)
+            if len(piece) < n_wanted:
+                raise damaged(self._path, f"file ends at {offset + len(piece)}, inside a section")
+            yield piece
+
+    def find_damage(self) -> Iterator[DamagedSection | None]:
+        """Read and verify each section of ``info``; yield None for one that is sound."""
+        return map_ahead(self._threads(), self._find_damage, self.info.sections, N_AHEAD)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(min(n_cores(), N_AHEAD), thread_name_prefix="llamakv-read")
+        return self._executor
+
+    def _find_damage(self, section: StoredSection) -> DamagedSection | None:
+        try:
+            self._decode(section)
+        except FormatError as error:
+            return DamagedSection(section=section, reason=error.message)
+        return None
+
+    def _decode(self, section: StoredSection) -> StateSection:
+        try:
+            data = codec.decode(
+                lambda n_bytes, offset: files.read_at(self._fd, n_bytes, offset, self._path),
+                encoding=section.encoding,
+                offset=section.offset,
+                frames=section.frames,
+                n_raw=section.n_raw,
+                digest=bytes.fromhex(section.digest),
+            )
+        except CodecError as error:
+            where = f"{section.kind} section [{section.p0}, {section.p1})"
+            raise damaged(self._path, f"{where}: {error}") from error
+        return StateSection(kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=data)
+
+
+def verify_session(path: str | os.PathLike[str], *, fast: bool = False) -> VerifyReport:
+    """Read a session and report every section that is damaged; ``fast`` checks header and index only.
+
+    Read only. Raises: as ``read_session``; damaged sections are reported, not raised.
+    """
+    with SessionReader(path) as reader:
+        info = reader.info
+        if fast:
+            return VerifyReport(info=info, n_sections=0, n_raw_bytes=0, damaged=())
+        found = tuple(damage for damage in reader.find_damage() if damage is not None)
+    return VerifyReport(info=info, n_sections=len(info.sections), n_raw_bytes=info.n_raw_bytes, damaged=found)
