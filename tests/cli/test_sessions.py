@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from llamakv.cli.commands import inspect as inspect_command
 from llamakv.records import MemoryKind, SessionRecord
 from llamakv.store.session_file import create_session, extend_session, read_session, truncate_sections
-from tests.cli.conftest import Ran, make_session
+from tests.cli.conftest import Ran, command, make_session
 from tests.store import samples
 
 
@@ -64,6 +67,17 @@ class TestRm:
     def test_never_asks_where_nobody_can_answer(self, run: Callable[..., Ran], session: Path) -> None:
         assert run("rm", "session.bin").err.endswith("hint: llamakv rm -y session.bin\n")
         assert session.exists()
+
+    @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1), ("", 1)])
+    def test_asks_on_a_terminal(self, session: Path, answer: str, status: int) -> None:
+        _, *arguments = command("rm", "session.bin")
+        child = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=20, env=dict(os.environ))
+        child.expect_exact("remove session.bin? [y/N] ")
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == status
+        assert session.exists() is (status == 1)
 
     def test_a_file_that_is_no_session_is_left_alone(self, run: Callable[..., Ran], home: Path) -> None:
         (home / "notes.txt").write_text("important\n" * 100)

@@ -114,16 +114,16 @@ def test_characters_that_cannot_be_written_are_replaced(session: Path, env: dict
     assert document["data"]["identity"]["name"] == "Tiny é 数据"
 
 
-def test_only_the_answer_reaches_stdout(chat_file: Path, process: Callable[..., Ran]) -> None:
+def test_only_the_answer_reaches_stdout(chat_file: Path, process: Callable[..., Ran], run: Callable[..., Ran]) -> None:
     plain = process(*REPLY)
     assert plain.out.count("\n") == 1
     assert "resumed" in plain.err
-    loud = process(*REPLY, "-v")
+    loud = run(*REPLY, "-v")
     assert loud.out == plain.out
     assert len(loud.err) > len(plain.err)
-    silent = process(*REPLY, "-q")
+    silent = run(*REPLY, "-q")
     assert (silent.out, silent.err) == (plain.out, "")
-    assert process(*REPLY, "--json").document["data"]["text"] + "\n" == plain.out
+    assert run(*REPLY, "--json").document["data"]["text"] + "\n" == plain.out
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_no_escape_codes_where_there_is_no_terminal(
 
 
 def test_paths_beyond_ascii_work_and_are_shown_as_they_are(
-    home: Path, model_path: Path, process: Callable[..., Ran]
+    home: Path, model_path: Path, run: Callable[..., Ran]
 ) -> None:
     folder = home / "é 数据"
     folder.mkdir()
     model = folder / "a b.gguf"
     model.write_bytes(model_path.read_bytes())
     saved = folder / "s 1.bin"
-    ran = process("chat", "-m", model, "--save", saved, "--message", "hi", "--max-tokens", "3", "-t", "1")
+    ran = run("chat", "-m", model, "--save", saved, "--message", "hi", "--max-tokens", "3", "-t", "1")
     assert (ran.status, saved.exists()) == (0, True)
-    assert process("chat", "--resume", saved, "--message", "yo", "--max-tokens", "3", "-t", "1").status == 0
-    assert str(saved) in process("inspect", saved).out
-    listed = process("ls", "--store", folder, "--json").document["data"]["sessions"]
+    assert run("chat", "--resume", saved, "--message", "yo", "--max-tokens", "3", "-t", "1").status == 0
+    assert str(saved) in run("inspect", saved).out
+    listed = run("ls", "--store", folder, "--json").document["data"]["sessions"]
     assert [entry["name"] for entry in listed] == ["s 1"]
-    missing = process("inspect", folder / "no.bin")
+    missing = run("inspect", folder / "no.bin")
     assert str(folder / "no.bin") in missing.err
 
 

@@ -1,140 +1,39 @@
 """The options that commands share: declared once, so that a name means the same everywhere.
 
-Options come in groups, frozen data with one field per option. ``takes_options`` lets a command ask for whole groups
-and for the ``Output`` it writes to.
+Options come in groups, frozen data with one field per option; ``grouping`` lets commands ask for whole groups.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated
 
 import typer
 
 from llamakv.cli import config
-from llamakv.cli.output import Output
+from llamakv.cli.commands.values import bias, lora, not_empty, offers, one_of, real, whole
+from llamakv.errors import LlamakvError
 
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 MODEL, MEMORY, SAMPLING, SESSIONS, OUTPUT = "Model", "Memory", "Sampling", "Sessions", "Output"
 
 
-# ---------------------------------------------------------------- values
-
-
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser of whole numbers in ``[low, high]``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} is not a whole number") from None
-        _check_range(value, low, high)
-        return value
-
-    return parse
-
-
-def real(low: float = -math.inf, high: float = math.inf) -> Callable[[str], float]:
-    """A parser of finite numbers in ``[low, high]``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} is not a number") from None
-        if not math.isfinite(value):
-            raise typer.BadParameter(f"{text!r} is not a finite number")
-        _check_range(value, low, high)
-        return value
-
-    return parse
-
-
-def _check_range(value: float, low: float, high: float | None) -> None:
-    if value < low:
-        raise typer.BadParameter(f"{value} is less than {low}")
-    if high is not None and value > high:
-        raise typer.BadParameter(f"{value} is more than {high}")
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser that takes only these words."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def offers(*choices: str) -> Callable[[str], list[str]]:
-    """What the shell offers for an option with choices."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
-    return complete
-
-
-def _bias(text: str) -> str:
-    token, equals, bias = text.partition("=")
-    try:
-        value = float(bias)
-    except ValueError:
-        value = math.nan
-    if not equals or not token.isdecimal() or math.isnan(value) or value == math.inf:
-        raise typer.BadParameter(f"{text!r} is not TOKEN_ID=BIAS (such as 13=-inf or 42=1.5)")
-    return text
-
-
-def _lora(text: str) -> str:
-    split_lora(text)
-    return text
-
-
-def split_lora(text: str) -> tuple[Path, float]:
-    """``PATH`` or ``PATH=SCALE``; a path may itself contain ``=``."""
-    path, equals, scale = text.rpartition("=")
-    if not equals:
-        return Path(text), 1.0
-    try:
-        value = float(scale)
-    except ValueError:
-        return Path(text), 1.0
-    if not math.isfinite(value):
-        raise typer.BadParameter(f"{scale!r} is not a finite scale")
-    return Path(path), value
-
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise typer.BadParameter("it must not be empty")
-    return text
-
-
-def split_bias(text: str) -> tuple[int, float]:
-    """``TOKEN_ID=BIAS`` as numbers."""
-    token, _, bias = text.partition("=")
-    return int(token), float(bias)
-
-
 def complete_session(incomplete: str) -> list[str]:
-    """Names in the default store, for the shell."""
+    """Names in the default store that begin so, for the shell."""
+    return [name for name in session_names(config.store_dir(None)) if name.startswith(incomplete)]
+
+
+def session_names(root: Path) -> list[str]:
+    """Names in a store; none if it cannot be listed: who completes a word must never see an error."""
     from llamakv.ops.sessions import list_sessions
 
     try:
-        names = [str(found.name) for found in list_sessions(config.store_dir(None))]
-    except Exception:  # a shell that completes must never show an error
+        return [str(found.name) for found in list_sessions(root)]
+    except LlamakvError:
         return []
-    return [name for name in names if name.startswith(incomplete)]
 
 
 # ---------------------------------------------------------------- groups
@@ -182,7 +81,7 @@ class ModelGroup:
     lora: Annotated[
         list[str] | None,
         typer.Option(
-            "--lora", metavar="FILE=SCALE", parser=_lora, rich_help_panel=MODEL,
+            "--lora", metavar="FILE=SCALE", parser=lora, rich_help_panel=MODEL,
             help="LoRA adapter; =SCALE may be left out (1.0); repeatable.",
         ),
     ] = None  # fmt: skip
@@ -237,12 +136,12 @@ class MemoryGroup:
     ] = None  # fmt: skip
     recompute: Annotated[
         bool,
-        typer.Option("--recompute", rich_help_panel=MEMORY,
+        typer.Option("--recompute", metavar="", rich_help_panel=MEMORY,
                      help="Read the stored tokens again, under the settings given now."),
     ] = False  # fmt: skip
     trust_state: Annotated[
         bool,
-        typer.Option("--trust-state", rich_help_panel=MEMORY,
+        typer.Option("--trust-state", metavar="", rich_help_panel=MEMORY,
                      help="Take the stored state although another engine build made it."),
     ] = False  # fmt: skip
     compress: Annotated[
@@ -261,21 +160,21 @@ class SamplingGroup:
     temperature: Annotated[
         float | None,
         _option(SAMPLING, "--temperature", metavar="X", parser=real(0.0, 100.0),
-                help="0 always takes the likeliest token (default: 0)."),
+                help="0 always takes the likeliest token (default: 0.5)."),
     ] = None  # fmt: skip
     seed: Annotated[
         int | None,
         _option(SAMPLING, "--seed", metavar="N", parser=whole(-1, 2**32 - 1),
-                help="Random stream, 0 to 4294967295; -1 is a new one (default: the session's)."),
+                help="Random stream, 0 to 4294967295; -1 is a new one (default: the session's, else new)."),
     ] = None  # fmt: skip
     max_tokens: Annotated[
         int | None,
         _option(SAMPLING, "--max-tokens", metavar="N", parser=whole(1, 2**31 - 1),
-                help="Longest reply, in tokens (default: until it ends by itself)."),
+                help="Longest reply, in tokens (default: 1024)."),
     ] = None  # fmt: skip
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", parser=_not_empty, rich_help_panel=SAMPLING,
+        typer.Option("--stop", metavar="TEXT", parser=not_empty, rich_help_panel=SAMPLING,
                      help="Text that ends a reply and is left out of it; repeatable."),
     ] = None  # fmt: skip
     top_k: Annotated[
@@ -315,7 +214,7 @@ class SamplingGroup:
     ] = None  # fmt: skip
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option("--logit-bias", metavar="ID=BIAS", parser=_bias, rich_help_panel=SAMPLING,
+        typer.Option("--logit-bias", metavar="ID=BIAS", parser=bias, rich_help_panel=SAMPLING,
                      help="Added to a token's logit; -inf forbids it; repeatable."),
     ] = None  # fmt: skip
     grammar: Annotated[
@@ -341,15 +240,16 @@ class OutputGroup:
     """What is shown; every command has these."""
 
     json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON.")
+        bool, typer.Option("--json", metavar="", rich_help_panel=OUTPUT, help="Print the result as JSON.")
     ] = False
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", rich_help_panel=OUTPUT,
+        typer.Option("--verbose", "-v", metavar="", rich_help_panel=OUTPUT,
                      help="Show the engine's own log, and tracebacks of internal errors."),
     ] = False  # fmt: skip
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print only the result and errors.")
+        bool,
+        typer.Option("--quiet", "-q", metavar="", rich_help_panel=OUTPUT, help="Print only the result and errors."),
     ] = False
 
 
@@ -359,62 +259,10 @@ Ref = Annotated[
                    help="Session: a name in the store, or a path to a session file.", show_default=False),
 ]  # fmt: skip
 Force = Annotated[
-    bool, typer.Option("--force", rich_help_panel=SESSIONS, help="Replace the session that is there.")
+    bool, typer.Option("--force", metavar="", rich_help_panel=SESSIONS, help="Replace the session that is there.")
 ]
 SaveRef = Annotated[
     str | None,
     typer.Option("--save", metavar="REF", rich_help_panel=SESSIONS, autocompletion=complete_session,
                  help="Session to save to: a name or a path. It must be new."),
 ]  # fmt: skip
-
-Compress = Literal["auto", "none"]
-
-Group = TypeVar("Group")
-
-
-# ---------------------------------------------------------------- commands that take groups
-
-
-def takes_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn a command that asks for an ``Output`` and groups of options into one with a parameter per option."""
-    hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, type] = {}
-    parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is Output:
-            continue
-        if dataclasses.is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            parameters.extend(_parameters(hints[name]))
-        else:
-            parameters.append(
-                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
-            )
-    parameters.extend(_parameters(OutputGroup))
-
-    def run(*, ctx: typer.Context, **values: object) -> None:
-        output = cast(Output, ctx.obj)
-        settings = _take(OutputGroup, values)
-        output.json, output.verbose, output.quiet = settings.json, settings.verbose, settings.quiet
-        grouped = {name: _take(group, values) for name, group in groups.items()}
-        function(output, **values, **grouped)
-
-    run.__doc__ = function.__doc__
-    run.__name__ = function.__name__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def _parameters(group: type) -> Iterable[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-
-
-def _take(group: type[Group], values: dict[str, object]) -> Group:
-    """Move a group's values out of all of a command's."""
-    names = [field.name for field in dataclasses.fields(group)]  # type: ignore[arg-type]
-    return group(**{name: values.pop(name) for name in names})

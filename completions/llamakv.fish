@@ -1,0 +1,1 @@
+complete --command llamakv --no-files --arguments "(env _LLAMAKV_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) llamakv)" --condition "env _LLAMAKV_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) llamakv"
