@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llamakv.cli.config import prepare_engine
 from tests.models import writer
+
+prepare_engine()  # as the program does, before anything imports the engine
 
 
 class TinyModels:
