@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Path:
 def test_two_thousand_tokens_go_on_bit_for_bit_in_a_new_process(model: Path, tmp_path: Path, sampling) -> None:
     job = {"model": model, "cache": tmp_path / "cache", "path": tmp_path / "s.bin", "sampling": sampling, "write": 64}
     lived = run("prefill", text=story(400), n=2000, **job)
-    resumed = run("continue", **job)
+    resumed = run("go_on", **job)
     assert (lived["n_tokens"], resumed["reused"], resumed["evaluated"]) == (2000, 1999, 0)
     assert resumed["ids"] == lived["ids"]
     assert resumed["logits"] == lived["logits"]
@@ -55,5 +55,5 @@ def test_a_cache_of_q8_0_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> Non
     memory = {"type_k": "q8_0", "type_v": "q8_0"}
     job = {"model": model, "cache": tmp_path / "cache", "path": tmp_path / "s.bin", "write": 32}
     lived = run("prefill", text=story(150), n=700, memory=memory, **job)
-    resumed = run("continue", **job)
+    resumed = run("go_on", **job)
     assert (resumed["ids"], resumed["logits"]) == (lived["ids"], lived["logits"])

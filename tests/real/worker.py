@@ -1,8 +1,8 @@
 """One step of a real run in a process of its own: `python -m tests.real.worker '{"do": ...}'`, JSON on stdout.
 
-Actions: ``prefill`` (read a text, save it, then write on without a pause), ``continue`` (resume a file and write on),
-``turns`` (a chat, from the start or resumed), ``raw_turns`` (the same without a template), ``memory`` (peak memory of a save or a resume), ``times`` (the parts of
-resuming).
+Actions: ``prefill`` (read a text, save it, then write on without a pause), ``go_on`` (resume a file and write on),
+``turns`` (a chat, from the start or resumed), ``raw_turns`` (the same without a template), ``memory`` (peak memory of a
+save or a resume), ``times`` (the parts of resuming), ``save_times`` (a turn's save by the session's length).
 """
 
 from __future__ import annotations
@@ -235,8 +235,7 @@ def save_times(job: dict) -> dict:
     return {"rows": rows}
 
 
-ACTIONS = {"prefill": prefill, "continue": go_on, "turns": turns, "raw_turns": raw_turns, "memory": memory, "times": times,
-           "save_times": save_times}  # fmt: skip
+ACTIONS = {action.__name__: action for action in (prefill, go_on, turns, raw_turns, memory, times, save_times)}
 
 if __name__ == "__main__":
     task = json.loads(sys.stdin.read())
