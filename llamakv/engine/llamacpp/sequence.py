@@ -293,6 +293,5 @@ class LlamaSequence:
 
 
 def _context_size(n_tokens: int, n_max: int) -> int:
-    """The power of two that holds ``n_tokens`` with some room to write, within the limit."""
-    wanted = max(_MIN_CTX, n_tokens + N_UBATCH)
-    return min(1 << (wanted - 1).bit_length(), max(n_max, n_tokens))
+    """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""
+    return min(1 << (max(_MIN_CTX, n_tokens) - 1).bit_length(), max(n_max, n_tokens))
