@@ -168,7 +168,7 @@ def _texts_as_read(template: ChatTemplate, old: Sequence[Message]) -> list[str]:
     if last.is_open:
         return [template.render_open(old)]
     if last.role != "assistant":
-        return [template.render(old, open_reply=True)]
+        return [template.render(old, open_reply=last.role != "system")]
     before, content = template.render(old[:-1], open_reply=True), last.content
     return [before + way for way in (content, content.rstrip(), content.lstrip(), content.strip())]
 

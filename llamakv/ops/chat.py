@@ -6,8 +6,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from llamakv.errors import UsageError
-from llamakv.ops.conversation import CHAT_SAMPLING, Conversation, ConversationStats, conversation_of, template_of
+from llamakv.ops.conversation import (
+    CHAT_SAMPLING,
+    Conversation,
+    ConversationStats,
+    chat_of,
+    conversation_of,
+    template_of,
+)
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
@@ -55,8 +61,7 @@ def open_chat(request: ChatRequest, reporter: Reporter) -> Conversation:
 
 def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conversation:
     info = read_session(path)
-    if info.record.chat is None:
-        raise UsageError(f"{path} holds raw text, not a conversation", hint=f"continue it with: llamakv load {path}")
+    chat_of(info)
     if request.save is None:
         check_writable(path, overwrite=True)
     sampling = merge_sampling(request.sampling, info.record.sampling)

@@ -15,10 +15,11 @@ from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_turn
 from llamakv.errors import MismatchError, NoRoomError, UsageError
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.opening import OpenModel
+from llamakv.ops.reading import placed, tokenise
 from llamakv.ops.reply import write_reply
 from llamakv.ops.requests import Answer, Opened, Reporter, Saved
 from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
-from llamakv.store.session_file import SessionReader, check_writable, read_session
+from llamakv.store.session_file import SessionInfo, SessionReader, check_writable, read_session
 
 CHAT_SAMPLING = Sampling(temperature=0.5, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
 """What a new session is sampled with: llama.cpp's own defaults (common.h), but cooler, since small models wander, and
@@ -70,6 +71,19 @@ def conversation_of(
         overwrite=overwrite,
         name=name,
     )
+
+
+def chat_of(info: SessionInfo) -> Chat:
+    """The conversation a session holds.
+
+    Raises:
+        UsageError: it holds raw text.
+    """
+    if info.record.chat is None:
+        raise UsageError(
+            f"{info.path} holds raw text, not a conversation", hint=f"continue it with: llamakv load {info.path}"
+        )
+    return info.record.chat
 
 
 def template_of(opened: OpenModel, stored: str | None, *, now_s: float) -> ChatTemplate:
@@ -182,8 +196,7 @@ class Conversation:
             n_tokens=len(sequence.tokens),
             ends_with_end_token=ends,
         )
-        reused = self._read(plan, wanted, reporter)
-        return self._reply(reused, started, reporter)
+        return self._turn(plan, wanted, started, reporter)
 
     def answer_open(self, reporter: Reporter) -> Answer:
         """Let the model reply to what has been read: an open message, or a user's message without a reply.
@@ -199,8 +212,7 @@ class Conversation:
         plan = plan_turn(
             self._template, self._messages, wanted, n_tokens=len(sequence.tokens), ends_with_end_token=False
         )
-        reused = self._read(plan, wanted, reporter)
-        return self._reply(reused, started, reporter)
+        return self._turn(plan, wanted, started, reporter)
 
     def retry(self, reporter: Reporter) -> Answer:
         """Another reply to the last message: the seed is counted up by one, the old reply is dropped.
@@ -214,9 +226,11 @@ class Conversation:
         if self._sampling.temperature <= 0:
             reporter.notice("temperature is 0: the reply will be the same")
         self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**32)
-        self._go_back(self._messages[-1].p0, reporter)
-        self._messages = self._messages[:-1]
-        return self._reply(self._model.sequence.n_cells, started, reporter)
+        with self._undoing():
+            self._go_back(self._messages[-1].p0, reporter)
+            self._messages = self._messages[:-1]
+            answer = self._reply(self._model.sequence.n_cells, started, reporter)
+        return self._saved(answer, reporter)
 
     def undo(self, reporter: Reporter) -> int:
         """Take back the last user's message and what came after it, and save. Returns the number of messages taken.
@@ -230,8 +244,11 @@ class Conversation:
         n_removed = len(self._messages) - last
         self._go_back(self._messages[last].p0, reporter)
         self._messages = self._messages[:last]
-        if self._path is not None and self._model.sequence.tokens and self._keeper.stored is not None:
-            self._save_turn(reporter)
+        if self._path is not None and self._keeper.stored is not None:
+            if self._model.sequence.tokens:
+                self._save_turn(reporter)
+            else:
+                reporter.notice(f"nothing is left to save: {self._path} keeps the conversation until your next message")
         return n_removed
 
     def set_system(self, text: str, reporter: Reporter) -> None:
@@ -268,8 +285,7 @@ class Conversation:
         """
         info = read_session(path)
         record = info.record
-        if record.chat is None:
-            raise UsageError(f"{path} holds raw text, not a conversation")
+        chat_of(info)
         own = (self._model.identity, self._model.model.settings)
         if (record.identity, record.settings) != own:
             raise MismatchError(
@@ -280,10 +296,12 @@ class Conversation:
                 actual=self._model.identity.digest,
             )
         started = time.perf_counter()
-        self._model.restore_beside(info, reporter)
+        info = self._model.restore_beside(info, reporter)
+        record = info.record
+        chat = chat_of(info)
         self._keeper.replace_stored(info)
-        self._template = template_of(self._model, record.chat.template, now_s=record.lineage.created_s)
-        self._messages, self._wanted_system = record.chat.messages, None
+        self._template = template_of(self._model, chat.template, now_s=record.lineage.created_s)
+        self._messages, self._wanted_system = chat.messages, None
         self._sampling, self._path, self._name = record.sampling, path, None
         self.opened = Opened(
             record=record,
@@ -313,10 +331,16 @@ class Conversation:
         rest = messages[1:] if messages and messages[0].role == "system" else messages
         return (*self._wanted_system, *rest)
 
+    def _turn(self, plan: TurnPlan, wanted: tuple[Message, ...], started: float, reporter: Reporter) -> Answer:
+        with self._undoing():
+            reused = self._read(plan, wanted, reporter)
+            answer = self._reply(reused, started, reporter)
+        return self._saved(answer, reporter)
+
     def _read(self, plan: TurnPlan, wanted: tuple[Message, ...], reporter: Reporter) -> int:
         """Evaluate what a plan says; returns the number of cells that were there already."""
         sequence = self._model.sequence
-        pieces = self._tokenise(plan)
+        pieces = tokenise(self._model, plan.pieces, at_start=plan.n_keep == 0)
         n_new = sum(len(tokens) for _, tokens in pieces)
         n_needed = plan.n_keep - plan.replace_pending + n_new + 1
         if n_needed > sequence.n_ctx_max:
@@ -330,44 +354,29 @@ class Conversation:
             )
         if plan.rewritten_from is not None:
             reporter.notice(f"the template writes the conversation differently now: {n_new:,} tokens are read again")
-        with self._undoing():
-            if plan.n_keep < len(sequence.tokens):
-                self._go_back(plan.n_keep, reporter)
-            reused = sequence.n_cells
-            tokens = [token for _, piece in pieces for token in piece]
-            sequence.extend(
-                tokens,
-                replace_pending=plan.replace_pending,
-                on_progress=lambda done, total: reporter.progress("prefill", done, total),
-                should_abort=reporter.should_abort,
-            )
-        whole = 0 if plan.n_keep == 0 else len(wanted) - 1
-        first = whole if plan.rewritten_from is None else plan.rewritten_from
-        self._messages = _placed(wanted, pieces, first=first, start=plan.n_keep, end=len(sequence.tokens))
+        if plan.n_keep < len(sequence.tokens):
+            self._go_back(plan.n_keep, reporter)
+        reused = sequence.n_cells
+        sequence.extend(
+            [token for _, piece in pieces for token in piece],
+            replace_pending=plan.replace_pending,
+            on_progress=lambda done, total: reporter.progress("prefill", done, total),
+            should_abort=reporter.should_abort,
+        )
+        self._messages = placed(wanted, plan, pieces, end=len(sequence.tokens))
         self._wanted_system = None
         return reused
 
-    def _tokenise(self, plan: TurnPlan) -> list[tuple[int, list[int]]]:
-        model, info = self._model.model, self._model.info
-        pieces = []
-        for piece in plan.pieces:
-            is_first = plan.n_keep == 0 and piece is plan.pieces[0]
-            add_special = is_first and not (info.bos and piece.text.startswith(info.bos))
-            tokens = model.tokenize(piece.text, add_special=add_special, parse_special=True)
-            pieces.append((piece.index, tokens))
-        if not any(tokens for _, tokens in pieces):
-            raise UsageError("the message is empty after the chat template was applied")
-        return pieces
-
     @contextmanager
     def _undoing(self) -> Iterator[None]:
-        """Put the sequence back if reading a message fails or is stopped."""
-        sequence = self._model.sequence
-        before = list(sequence.tokens)
+        """Put the conversation back if a turn fails or is stopped before the reply began."""
+        before = list(self._model.sequence.tokens)
+        words = (self._messages, self._wanted_system, self._sampling)
         try:
             yield
         except BaseException:
             self._put_back(before)
+            self._messages, self._wanted_system, self._sampling = words
             raise
 
     def _put_back(self, before: list[int]) -> None:
@@ -416,7 +425,6 @@ class Conversation:
         self._totals["evaluated"] += p0 - reused
         self._totals["generated"] += reply.n_tokens
         self._last_rate = reply.tokens_per_s
-        saved = self._save_turn(reporter) if self._path is not None else None
         return Answer(
             text=reply.text,
             finish_reason=reply.finish_reason,
@@ -426,8 +434,11 @@ class Conversation:
             seed=self._sampling.seed,
             elapsed_s=reply.elapsed_s,
             first_token_s=reply.first_token_s,
-            saved=saved,
         )
+
+    def _saved(self, answer: Answer, reporter: Reporter) -> Answer:
+        """The answer after the turn was saved, where it is to be."""
+        return answer if self._path is None else replace(answer, saved=self._save_turn(reporter))
 
     def _save_turn(self, reporter: Reporter) -> Saved:
         assert self._path is not None
@@ -447,19 +458,3 @@ class Conversation:
             name=name,
             aside_on_conflict=True,
         )
-
-
-def _placed(
-    wanted: Sequence[Message], pieces: Sequence[tuple[int, list[int]]], *, first: int, start: int, end: int
-) -> tuple[Message, ...]:
-    """The messages with the token ranges they were read at: those before ``first`` keep theirs, the pieces begin at
-    position ``start``. Messages that a piece does not tell apart from a later one get an empty range before it."""
-    placed, position, index = list(wanted), start, first
-    for last, tokens in pieces:
-        for i in range(index, last):
-            placed[i] = replace(placed[i], p0=position, p1=position)
-        placed[last] = replace(placed[last], p0=position, p1=position + len(tokens))
-        position += len(tokens)
-        index = last + 1
-    placed[-1] = replace(placed[-1], p1=end)
-    return tuple(placed)

@@ -28,9 +28,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model file that was decided for, with its adapters, and the digests of their contents."""
+    """A model file that was decided for, with its adapters, and the digests of their contents. ``stamp`` is what
+    the file system said of it when it was digested."""
 
     path: Path
+    stamp: tuple[int, ...]
     digest: str
     n_bytes: int
     adapters: tuple[tuple[Path, Adapter], ...]
@@ -49,7 +51,6 @@ def find_model(request: ModelRequest, wanted: ModelIdentity | None, reporter: Re
     files = ModelFiles(request.cache_dir)
 
     def digest(path: Path) -> tuple[str, int]:
-        _check_is_file(path, "model")
         return files.digest(path, lambda done, total: reporter.progress("digest", done, total))
 
     if wanted is None:
@@ -61,12 +62,14 @@ def find_model(request: ModelRequest, wanted: ModelIdentity | None, reporter: Re
             )
     else:
         path = request.path or _find_by_content(files, request, wanted)
+    _check_is_file(path, "model")
+    stamp = stamp_of(path)
     value, n_bytes = digest(path)
     adapters = _find_adapters(files, request, wanted)
     files.remember(value, path)
     for adapter_path, adapter in adapters:
         files.remember(adapter.digest, adapter_path)
-    return FoundModel(path=path, digest=value, n_bytes=n_bytes, adapters=adapters)
+    return FoundModel(path=path, stamp=stamp, digest=value, n_bytes=n_bytes, adapters=adapters)
 
 
 def _find_by_content(files: ModelFiles, request: ModelRequest, wanted: ModelIdentity) -> Path:
@@ -110,6 +113,12 @@ def _find_adapters(
             )
         pairs.append((remembered, adapter))
     return tuple(pairs)
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or rewritten: device, inode, length and both times."""
+    stat = path.stat()
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _check_is_file(path: Path, what: str) -> None:

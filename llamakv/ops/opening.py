@@ -13,7 +13,7 @@ import psutil
 
 from llamakv.engine.contract import LiveSequence, MemoryRequest, Model, ModelInfo
 from llamakv.engine.llamacpp import LlamaModel
-from llamakv.errors import AbortedError, InterruptedByUser, MismatchError
+from llamakv.errors import AbortedError, InterruptedByUser, MismatchError, ModelFileError
 from llamakv.ops.matching import (
     FoundModel,
     check_identity,
@@ -22,6 +22,7 @@ from llamakv.ops.matching import (
     find_model,
     merge_memory,
     reasons_to_recompute,
+    stamp_of,
 )
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
 from llamakv.records import ModelIdentity, SectionKind, SessionRecord, StateSection
@@ -49,13 +50,21 @@ class OpenModel:
         self.memory = memory
         self.n_threads = request.n_threads or default_threads()
         adapters = [(path, adapter.scale) for path, adapter in found.adapters]
-        self.model: Model = LlamaModel(
-            found.path,
-            n_gpu_layers=request.n_gpu_layers,
-            adapters=adapters,
-            on_log=request.on_log,
-            on_progress=_loading(reporter, found.n_bytes),
-        )
+        try:
+            self.model: Model = LlamaModel(
+                found.path,
+                n_gpu_layers=request.n_gpu_layers,
+                adapters=adapters,
+                on_log=request.on_log,
+                on_progress=_loading(reporter, found.n_bytes),
+            )
+        except ModelFileError as error:
+            if reporter.should_abort():
+                raise InterruptedByUser("interrupted while the model was loaded; nothing was changed") from error
+            raise
+        if stamp_of(found.path) != found.stamp:
+            self.model.close()
+            raise MismatchError(f"the model file {found.path} was changed while it was opened", path=str(found.path))
         self.load_s = time.perf_counter() - started
         self._identity = identity
         self._sequence: LiveSequence | None = None
@@ -105,9 +114,9 @@ class OpenModel:
         self._sequence = fresh
         return fresh
 
-    def restore_beside(self, info: SessionInfo, reporter: Reporter) -> None:
+    def restore_beside(self, info: SessionInfo, reporter: Reporter) -> SessionInfo:
         """Restore another session of the same model into a context of its own, which becomes the live one only when
-        all went well."""
+        all went well. Returns what was read, as ``restore_from_file`` does."""
         fresh = self.model.open_sequence(
             self.memory,
             n_ctx_min=len(info.record.tokens),
@@ -115,12 +124,13 @@ class OpenModel:
             n_threads=self.n_threads,
         )
         try:
-            restore_from_file(fresh, info.path, reporter)
+            info = restore_from_file(fresh, info, reporter)
         except BaseException:
             fresh.close()
             raise
         self.sequence.close()
         self._sequence = fresh
+        return info
 
     def close(self) -> None:
         """Free the context and the model."""
@@ -158,11 +168,17 @@ def sections_to_restore(sections: Sequence[StoredSection]) -> list[StoredSection
     return [s for s in sections if s.kind is not SectionKind.TAIL or s.p1 == last_tail]
 
 
-def restore_from_file(sequence: LiveSequence, path: Path, reporter: Reporter) -> SessionInfo:
-    """Bring the session of a file into a live sequence, section by section. Returns what was read, which may be
-    newer than what was listed before."""
-    with SessionReader(path) as reader:
+def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Reporter) -> SessionInfo:
+    """Bring a session into a live sequence, section by section. Returns what was read, which is newer than ``before``
+    if somebody saved it meanwhile.
+
+    Raises:
+        MismatchError: meanwhile another session took its place.
+    """
+    with SessionReader(before.path) as reader:
         info = reader.info
+        if (info.record.identity, info.record.settings) != (before.record.identity, before.record.settings):
+            raise MismatchError(f"{before.path} was replaced by another session while it was opened")
         tokens = info.record.tokens
         wanted = sections_to_restore(info.sections)
 
@@ -227,7 +243,7 @@ def _bring_back(
         _read_again(sequence, record, reasons, reporter)
         reused, evaluated = 0, sequence.n_cells
     else:
-        info = restore_from_file(sequence, path, reporter)
+        info = restore_from_file(sequence, info, reporter)
         record = info.record
         reused, evaluated = sequence.n_cells, 0
     return (

@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llamakv.engine.prompt import ChatTemplate, plan_open
+from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
 from llamakv.ops.conversation import CHAT_SAMPLING, template_of
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.reading import tokenise
 from llamakv.ops.requests import Reporter, Saved, SaveRequest
 from llamakv.records import Chat, Message, Sampling, SessionRecord
 from llamakv.store.session_file import SessionInfo, check_writable, read_session
@@ -38,7 +39,7 @@ class SaveResult:
 class _Text:
     """What is to be read, as text and as it goes into the record."""
 
-    pieces: tuple[tuple[int, str], ...]
+    pieces: tuple[Piece, ...]
     messages: tuple[Message, ...]
     template: ChatTemplate | None
     raw: str | None
@@ -62,7 +63,7 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
     opened, keeper = _open(request, earlier, reporter)
     with opened:
         text = _text_of(request, opened, earlier)
-        pieces = _tokenise(opened, text)
+        pieces = tokenise(opened, text.pieces, at_start=True)
         sampling = _sampling(request, earlier)
         opened.model.check_sampling(sampling)
         reused, complete = _read(opened, [token for _, piece in pieces for token in piece], reporter)
@@ -138,32 +139,18 @@ def _sampling(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
 def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | None) -> _Text:
     if request.raw:
         assert request.text is not None
-        return _Text(pieces=((0, request.text),), messages=(), template=None, raw=request.text)
+        return _Text(pieces=(Piece(index=0, text=request.text),), messages=(), template=None, raw=request.text)
     stored = earlier.record.chat if earlier is not None else None
     now_s = earlier.record.lineage.created_s if earlier is not None else time.time()
     template = template_of(opened, stored.template if stored is not None else None, now_s=now_s)
     content = f"{request.text}{_BETWEEN}" if request.text else ""
     system = (Message(role="system", content=request.system, p0=0, p1=0),) if request.system else ()
     messages = (*system, Message(role="user", content=content, p0=0, p1=0, is_open=True))
-    plan = plan_open(template, messages)
-    pieces = tuple((piece.index, piece.text) for piece in plan.pieces)
-    return _Text(pieces=pieces, messages=messages, template=template, raw=None)
-
-
-def _tokenise(opened: OpenModel, text: _Text) -> list[tuple[int, list[int]]]:
-    info = opened.info
-    pieces: list[tuple[int, list[int]]] = []
-    for index, piece in text.pieces:
-        is_first = not pieces
-        add_special = is_first and not (info.bos and piece.startswith(info.bos))
-        pieces.append((index, opened.model.tokenize(piece, add_special=add_special, parse_special=True)))
-    return pieces
+    return _Text(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)
 
 
 def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter) -> tuple[int, bool]:
     """Evaluate what is not there yet; returns the cells that were, and whether all was read."""
-    if not tokens:
-        raise UsageError("the text is empty: it gives no token")
     n_there = 0
     if opened.has_sequence:
         sequence = opened.sequence

@@ -270,6 +270,58 @@ def test_a_message_stopped_while_it_is_read_was_never_said(driver: Driver, tmp_p
         assert state_of(live) == state_of(cold)
 
 
+def test_a_turn_that_fails_in_the_reply_was_never_said(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with driver.chat() as live, driver.chat() as cold:
+        for conversation in (live, cold):
+            say(conversation, "Hello.")
+        before, messages = state_of_tokens(live), live.messages
+        sequence_type = type(live._model.sequence)
+        original = sequence_type._next
+
+        calls = itertools.count()
+
+        def fail(self, chooser):
+            if next(calls) % 4 == 3:
+                raise NoRoomError("out of memory")
+            return original(self, chooser)
+
+        for attempt in (lambda: live.send("Again, please.", Heard().reporter), lambda: live.retry(Heard().reporter)):
+            with monkeypatch.context() as patched:
+                patched.setattr(sequence_type, "_next", fail)
+                with pytest.raises(NoRoomError):
+                    attempt()
+            assert (state_of_tokens(live), live.messages) == (before, messages)
+        say(live, "Go on.")
+        say(cold, "Go on.")
+        assert state_of(live)[0] == state_of(cold)[0]
+
+
+def test_undoing_all_that_was_saved_says_what_the_file_holds(dense: Driver, tmp_path: Path) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    with dense.chat(save=path) as live:
+        say(live, "Hello.")
+        before = sha(path)
+        live.undo(heard.reporter)
+        assert str(path) in heard.notices[-1]
+        assert sha(path) == before
+        say(live, "Other.")
+    assert read_session(path).record.chat.messages[0].content == "Other."
+
+
+def test_undo_down_to_the_system_prompt_keeps_it(driver: Driver, tmp_path: Path) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    with driver.chat(save=path, system="Be kind.") as live:
+        say(live, "Hello.")
+        live.undo(heard.reporter)
+        assert [m.role for m in live.messages] == ["system"]
+    with driver.resume(path, heard) as again, driver.chat(system="Be kind.") as cold:
+        say(again, "Other.")
+        say(cold, "Other.")
+        assert state_of_tokens(again) == state_of_tokens(cold)
+        assert again.messages == cold.messages
+    assert not any("differently" in notice for notice in heard.notices)
+
+
 def test_a_message_that_does_not_fit_changes_nothing(dense: Driver, tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     model = dense.request(n_ctx=512)

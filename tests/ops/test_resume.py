@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llamakv.errors import DamagedError, InterruptedByUser, MismatchError, NoRoomError, NotFoundError
-from llamakv.ops.requests import MemoryOptions, ModelRequest, SamplingOptions
+from llamakv.ops.chat import open_chat
+from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions
 from llamakv.records import SectionKind
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
@@ -221,6 +222,39 @@ def test_other_memory_settings_are_refused_or_read_again(dense: Driver, tmp_path
         assert list(once_more._model.sequence.tokens) == expected
 
 
+def test_another_model_can_read_the_tokens_again_if_it_has_the_same_tokenizer(models, dense: Driver, tmp_path) -> None:
+    path = tmp_path / "a.bin"
+    dense.save(path, LONG, raw=True)
+    before = sha(path)
+    again = ResumeOptions(recompute=True)
+    with pytest.raises(MismatchError, match="tokenizer"):
+        dense.load(path, model=dense.request(models("bos_template")), options=again, save=path)
+    assert sha(path) == before
+    twin = Driver(models("M2"), tmp_path)
+    twin.save(tmp_path / "cold.bin", LONG, raw=True)
+    answer = twin.load(path, options=again, save=path)
+    assert answer.text == twin.load(tmp_path / "cold.bin").text
+    assert read_session(path).record.identity == read_session(tmp_path / "cold.bin").record.identity
+    twin.load(path)
+
+
+def test_a_model_file_that_changes_while_it_is_opened_is_refused(models, tmp_path: Path, monkeypatch) -> None:
+    from llamakv.ops import opening
+
+    model = tmp_path / "m.gguf"
+    shutil.copy(models("M"), model)
+    driver, original = Driver(model, tmp_path), opening.LlamaModel
+
+    def replace_and_load(path, **options):
+        path.write_bytes(models("M2").read_bytes())
+        return original(path, **options)
+
+    monkeypatch.setattr(opening, "LlamaModel", replace_and_load)
+    with pytest.raises(MismatchError, match="was changed while it was opened"):
+        driver.chat(save=tmp_path / "a.bin")
+    assert not (tmp_path / "a.bin").exists()
+
+
 def test_a_context_too_small_for_the_session_is_refused(dense: Driver, tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     dense.save(path, "word " * 900, raw=True)
@@ -351,6 +385,12 @@ def test_reading_again_can_be_interrupted_and_changes_nothing(dense: Driver, tmp
     with pytest.raises(InterruptedByUser):
         dense.load(path, heard=Heard(abort_at=256), options=ResumeOptions(recompute=True))
     assert sha(path) == before
+
+
+def test_loading_the_model_can_be_interrupted(dense: Driver, tmp_path: Path) -> None:
+    reporter = dataclasses.replace(Heard().reporter, should_abort=lambda: True)
+    with pytest.raises(InterruptedByUser, match="while the model was loaded"):
+        open_chat(ChatRequest(model=dense.request(), save=tmp_path / "a.bin"), reporter)
 
 
 def test_sampling_is_stored_and_can_be_changed(dense: Driver, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""From planned text to tokens, and to the messages' places among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llamakv.engine.prompt import Piece, TurnPlan
+from llamakv.errors import UsageError
+from llamakv.ops.opening import OpenModel
+from llamakv.records import Message
+
+
+def tokenise(opened: OpenModel, pieces: Sequence[Piece], *, at_start: bool) -> list[tuple[int, list[int]]]:
+    """Token ids of each piece, with the index of the message it ends. ``at_start``: the first piece begins the
+    sequence; the model's start token is added there unless the text begins with it.
+
+    Raises:
+        UsageError: there is no token in any of them.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for piece in pieces:
+        is_first = at_start and not found
+        add_special = is_first and not (opened.info.bos and piece.text.startswith(opened.info.bos))
+        tokens = opened.model.tokenize(piece.text, add_special=add_special, parse_special=True)
+        found.append((piece.index, tokens))
+    if not any(tokens for _, tokens in found):
+        raise UsageError("the text is empty: it gives no token")
+    return found
+
+
+def placed(
+    wanted: Sequence[Message], plan: TurnPlan, pieces: Sequence[tuple[int, list[int]]], *, end: int
+) -> tuple[Message, ...]:
+    """The messages with the token ranges they were read at: those a plan keeps as they are keep theirs, the last one
+    ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it."""
+    first_new = 0 if plan.n_keep == 0 else len(wanted) - 1
+    index = first_new if plan.rewritten_from is None else plan.rewritten_from
+    messages, position = list(wanted), plan.n_keep
+    for last, tokens in pieces:
+        for i in range(index, last):
+            messages[i] = replace(messages[i], p0=position, p1=position)
+        messages[last] = replace(messages[last], p0=position, p1=position + len(tokens))
+        position += len(tokens)
+        index = last + 1
+    messages[-1] = replace(messages[-1], p1=end)
+    return tuple(messages)
