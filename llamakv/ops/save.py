@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
@@ -20,6 +21,12 @@ from llamakv.store.session_file import SessionInfo, check_writable, read_session
 
 _BETWEEN = "\n\n"
 """What stands between a saved document and a question about it."""
+
+_INCOMPLETE = "incomplete:"
+"""How the note of a session begins that was left in the middle of its text."""
+
+_N_STRETCH = 1024  # tokens, a multiple of the engine's batch
+_KEEP_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +53,8 @@ class _Text:
 
 
 def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
-    """Read a text and save the session. A session at ``path`` whose text is a beginning of the new one is extended;
-    any other is left alone unless ``overwrite``.
+    """Read a text and save the session. A session at ``path`` that is a beginning of the new one is extended; any
+    other is left alone unless ``overwrite``. While a long text is read, what has been read is saved every half minute.
 
     Raises:
         UsageError: no text, or no chat template and not ``raw``.
@@ -64,25 +71,32 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
     with opened:
         text = _text_of(request, opened, earlier)
         pieces = tokenise(opened, text.pieces, at_start=True)
+        tokens = [token for _, piece in pieces for token in piece]
+        if earlier is not None and _is_incomplete(earlier.record):
+            _check_tokens_continue(earlier, tokens)
         sampling = _sampling(request, earlier)
         opened.model.check_sampling(sampling)
-        reused, complete = _read(opened, [token for _, piece in pieces for token in piece], reporter)
-        evaluated = opened.sequence.n_cells - reused
-        chat, raw = _as_read(opened, text, pieces, complete=complete)
-        saved = keeper.save(
-            request.path,
-            chat=chat,
-            text=raw,
-            sampling=sampling,
-            reporter=reporter,
-            overwrite=request.overwrite,
-            name=request.name,
-        )
+
+        def keep(*, complete: bool) -> Saved:
+            chat, raw = _as_read(opened, text, pieces, complete=complete)
+            note = "" if complete else f"{_INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
+            return keeper.save(
+                request.path,
+                chat=chat,
+                text=raw,
+                sampling=sampling,
+                reporter=reporter,
+                overwrite=request.overwrite,
+                name=request.name,
+                note=note,
+            )
+
+        reused, complete = _read(opened, tokens, reporter, keep)
         return SaveResult(
-            saved=saved,
+            saved=keep(complete=complete),
             reused=reused,
-            evaluated=evaluated,
-            n_tokens_wanted=sum(len(tokens) for _, tokens in pieces),
+            evaluated=opened.sequence.n_cells - reused,
+            n_tokens_wanted=len(tokens),
             elapsed_s=time.perf_counter() - started,
             complete=complete,
         )
@@ -92,18 +106,32 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
 
 
 def _earlier(request: SaveRequest) -> SessionInfo | None:
-    """The session at the path, if it is a beginning of what is wanted; None if there is none or it will go."""
+    """The session at the path, if it may be a beginning of what is wanted; None if there is none or it will go."""
     if request.overwrite or not request.path.exists():
         return None
     info = read_session(request.path)
-    if not _is_beginning(info.record, request):
-        raise ExistsError(
-            f"{request.path} holds another session ({len(info.record.tokens):,} tokens), which this text does not "
-            "continue",
-            hint="use --force to replace it, or save under another name",
-            path=str(request.path),
-        )
+    if not _is_incomplete(info.record) and not _is_beginning(info.record, request):
+        raise _another(info)
     return info
+
+
+def _another(info: SessionInfo) -> ExistsError:
+    return ExistsError(
+        f"{info.path} holds another session ({len(info.record.tokens):,} tokens), which this text does not continue",
+        hint="use --force to replace it, or save under another name",
+        path=str(info.path),
+    )
+
+
+def _is_incomplete(record: SessionRecord) -> bool:
+    return record.lineage.note.startswith(_INCOMPLETE)
+
+
+def _check_tokens_continue(earlier: SessionInfo, tokens: Sequence[int]) -> None:
+    """Whether a session that was left in the middle of a text was in the middle of this one."""
+    read = earlier.record.tokens
+    if tuple(tokens[: len(read)]) != read:
+        raise _another(earlier)
 
 
 def _is_beginning(record: SessionRecord, request: SaveRequest) -> bool:
@@ -149,31 +177,36 @@ def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | Non
     return _Text(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)
 
 
-def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter) -> tuple[int, bool]:
-    """Evaluate what is not there yet; returns the cells that were, and whether all was read."""
+def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter, keep: Callable[..., Saved]) -> tuple[int, bool]:
+    """Evaluate what is not there yet, keeping it now and then; returns the cells that were there, and whether all was
+    read. The stretches between are whole batches, so that they change nothing in how the text is cut into batches."""
     n_there = 0
     if opened.has_sequence:
         sequence = opened.sequence
-        for have, want in zip(sequence.tokens, tokens, strict=False):
-            if have != want:
-                break
-            n_there += 1
+        n_there = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence.tokens, tokens, strict=False)))
         sequence.rewind(n_there)
     else:
         sequence = opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
-    reused = sequence.n_cells
-    if not tokens[n_there:]:
-        return reused, True
-    try:
-        sequence.extend(
-            tokens[n_there:],
-            on_progress=lambda done, total: reporter.progress("prefill", done, total),
-            should_abort=reporter.should_abort,
-        )
-    except AbortedError:
-        if sequence.n_cells <= reused:
-            raise
-        return reused, False
+    reused, total = sequence.n_cells, len(tokens) - 1
+    if len(tokens) > sequence.n_ctx_max:
+        sequence.extend(tokens[n_there:])  # raises, before a part of it is read
+    kept_s = time.monotonic()
+    while len(sequence.tokens) < len(tokens):
+        n_done = sequence.n_cells - reused
+        until = min(sequence.n_cells + _N_STRETCH + 1, len(tokens))
+        try:
+            sequence.extend(
+                tokens[len(sequence.tokens) : until],
+                on_progress=lambda done, _, before=n_done: reporter.progress("prefill", before + done, total - reused),  # type: ignore[misc]
+                should_abort=reporter.should_abort,
+            )
+        except AbortedError:
+            if sequence.n_cells <= reused:
+                raise
+            return reused, False
+        if until < len(tokens) and time.monotonic() - kept_s > _KEEP_EVERY_S:
+            keep(complete=False)
+            kept_s = time.monotonic()
     return reused, True
 
 

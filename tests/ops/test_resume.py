@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import DamagedError, InterruptedByUser, MismatchError, NoRoomError, NotFoundError
+from llamakv.errors import DamagedError, ExistsError, InterruptedByUser, MismatchError, NoRoomError, NotFoundError
 from llamakv.ops.chat import open_chat
-from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions
+from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions, SaveRequest
 from llamakv.records import SectionKind
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
@@ -376,6 +376,57 @@ def test_an_interrupted_save_keeps_what_was_read_and_goes_on_from_there(driver: 
         assert driver.load(path, prompt).text == driver.load(whole, prompt).text
         third = driver.save(path, text, raw=raw)
         assert (third.evaluated, third.complete) == (0, True)
+
+
+@pytest.mark.parametrize("options", [{"raw": True}, {}, {"system": LONG * 9}], ids=["raw", "document", "system"])
+def test_a_killed_save_goes_on_from_what_was_kept_on_the_way(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options
+) -> None:
+    from llamakv.ops import save
+
+    whole, path, text = tmp_path / "whole.bin", tmp_path / "a.bin", "é " + LONG * 10
+    driver.save(whole, text, **options)
+    monkeypatch.setattr(save, "_KEEP_EVERY_S", 0.0)
+    heard = Heard()
+
+    class Killed(BaseException):
+        pass
+
+    def die() -> bool:
+        if max((done for phase, done, _ in heard.phases if phase == "prefill"), default=0) > 1024:
+            raise_later.append(1)
+        return bool(raise_later)
+
+    raise_later: list[int] = []
+    request = SaveRequest(model=driver.request(), path=path, text=text, sampling=GREEDY, **options)
+    original = save._as_read
+
+    def killed(*arguments, complete):
+        if raise_later:
+            raise Killed
+        return original(*arguments, complete=complete)
+
+    monkeypatch.setattr(save, "_as_read", killed)
+    with pytest.raises(Killed):
+        save.save_prefix(request, dataclasses.replace(heard.reporter, should_abort=die))
+    monkeypatch.setattr(save, "_as_read", original)
+    kept = read_session(path).record
+    assert len(kept.tokens) == 1025
+    assert kept.lineage.note.startswith("incomplete: 1025 of ")
+    other = {**options, "system": "Another one."} if "system" in options else options
+    with pytest.raises(ExistsError):
+        driver.save(path, "Something else. " * 300, **other)
+    result = driver.save(path, text, **options)
+    assert (result.complete, result.reused) == (True, 1024)
+    record = read_session(path).record
+    assert (record.tokens, record.chat, record.text, record.lineage.note) == (
+        (expected := read_session(whole).record).tokens,
+        expected.chat,
+        expected.text,
+        "",
+    )
+    prompt = None if options.get("raw") else "So?"
+    assert driver.load(path, prompt).text == driver.load(whole, prompt).text
 
 
 def test_reading_again_can_be_interrupted_and_changes_nothing(dense: Driver, tmp_path: Path) -> None:
