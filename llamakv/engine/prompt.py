@@ -25,6 +25,9 @@ from llamakv.records import Message
 _GAP = "\u2063llamakv\u2063"
 """Stands for the text a user has yet to write; two invisible separators that templates do not trim."""
 
+_BETWEEN = "\n\n"
+"""What stands between an open message (a document) and what continues it (a question about it)."""
+
 
 def template_digest(source: str) -> str:
     """SHA-256 hex digest of a template's text."""
@@ -95,7 +98,8 @@ def merge_open(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if merged and merged[-1].is_open and message.role == merged[-1].role:
             before = merged.pop()
-            message = replace(message, content=before.content + message.content, p0=before.p0)
+            between = _BETWEEN if before.content else ""
+            message = replace(message, content=before.content + between + message.content, p0=before.p0)
         merged.append(message)
     return merged
 
@@ -160,6 +164,16 @@ def plan_open(template: ChatTemplate, messages: Sequence[Message]) -> TurnPlan:
     """Read a conversation up to the middle of its last message, which somebody is still writing."""
     text = template.render_open(messages)
     return TurnPlan(n_keep=0, pieces=_cut_at_messages(template, messages, text, first=0, start=0))
+
+
+def plan_again(template: ChatTemplate, messages: Sequence[Message]) -> TurnPlan:
+    """Read a conversation that ends with a reply (or with an open message) from the beginning, wanting no reply."""
+    if messages[-1].role != "assistant":
+        return replace(plan_open(template, messages), rewritten_from=0)
+    text = template.render(messages[:-1], open_reply=True)
+    pieces = _cut_at_messages(template, messages[:-1], text, first=0, start=0)
+    last = Piece(index=len(messages) - 1, text=messages[-1].content)
+    return TurnPlan(n_keep=0, pieces=(*pieces, last), rewritten_from=0)
 
 
 def _texts_as_read(template: ChatTemplate, old: Sequence[Message]) -> list[str]:

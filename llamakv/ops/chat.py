@@ -67,7 +67,7 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
     sampling = merge_sampling(request.sampling, info.record.sampling)
     opened, info, back = resume(path, request.model, request.memory, request.options, reporter, info)
     try:
-        return conversation_of(
+        conversation = conversation_of(
             opened,
             Keeper(opened, info, compress=request.compress),
             back,
@@ -76,8 +76,10 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
             path=path if request.save is None else request.save,
             overwrite=request.overwrite,
             name=request.name,
-            system=request.system,
         )
+        if request.system is not None:
+            conversation.set_system(request.system, reporter)
+        return conversation
     except BaseException:
         opened.close()
         raise

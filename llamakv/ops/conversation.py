@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from llamakv.engine.contract import ModelInfo
-from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_turn
-from llamakv.errors import MismatchError, NoRoomError, UsageError
+from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_again, plan_turn
+from llamakv.engine.room import no_room
+from llamakv.errors import AbortedError, MismatchError, UsageError
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.reading import placed, tokenise
@@ -21,7 +22,7 @@ from llamakv.ops.requests import Answer, Opened, Reporter, Saved
 from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
 from llamakv.store.session_file import SessionInfo, SessionReader, check_writable, read_session
 
-CHAT_SAMPLING = Sampling(temperature=0.5, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
+CHAT_SAMPLING = Sampling(temperature=0.3, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
 """What a new session is sampled with: llama.cpp's own defaults (common.h), but cooler, since small models wander, and
 with an end, since some never find one."""
 
@@ -53,19 +54,17 @@ def conversation_of(
     path: Path | None,
     overwrite: bool = False,
     name: str | None = None,
-    system: str | None = None,
 ) -> Conversation:
     """The conversation of a session that is back in memory."""
     assert record.chat is not None
     template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
-    wanted = None if system is None else (Message(role="system", content=system, p0=0, p1=0),)
     return Conversation(
         opened,
         keeper,
         back,
         template=template,
         messages=record.chat.messages,
-        wanted_system=wanted,
+        wanted_system=None,
         sampling=sampling,
         path=path,
         overwrite=overwrite,
@@ -252,11 +251,23 @@ class Conversation:
         return n_removed
 
     def set_system(self, text: str, reporter: Reporter) -> None:
-        """Change the system prompt (empty: none). The conversation is read again under it with the next message."""
-        self._wanted_system = (Message(role="system", content=text, p0=0, p1=0),) if text.strip() else ()
-        if self._model.sequence.tokens:
-            n = len(self._model.sequence.tokens)
-            reporter.notice(f"the next message reads {n:,} tokens again under the new system prompt")
+        """Change the system prompt (empty: none). What was said is read again under it, and saved.
+
+        Raises:
+            NoRoomError: the conversation does not fit with it.
+            AbortedError: stopped; the system prompt is the old one.
+        """
+        system = (Message(role="system", content=text, p0=0, p1=0),) if text.strip() else ()
+        if [m.content for m in system] == [m.content for m in self.messages if m.role == "system"]:
+            return
+        wanted = (*system, *(message for message in self._messages if message.role != "system"))
+        if not self._messages or not wanted or wanted[-1].role == "system":
+            self._wanted_system = system  # it is read with the first message
+            return
+        with self._undoing():
+            self._read(plan_again(self._template, wanted), wanted, reporter)
+        if self._path is not None:
+            self._save_turn(reporter)
 
     # ------------------------------------------------------------ disk
 
@@ -333,7 +344,13 @@ class Conversation:
 
     def _turn(self, plan: TurnPlan, wanted: tuple[Message, ...], started: float, reporter: Reporter) -> Answer:
         with self._undoing():
-            reused = self._read(plan, wanted, reporter)
+            try:
+                reused = self._read(plan, wanted, reporter)
+            except AbortedError as error:
+                raise AbortedError(
+                    "interrupted while the message was read: it is not part of the conversation",
+                    n_done=error.fields.get("n_done"),
+                ) from error
             answer = self._reply(reused, started, reporter)
         return self._saved(answer, reporter)
 
@@ -344,16 +361,18 @@ class Conversation:
         n_new = sum(len(tokens) for _, tokens in pieces)
         n_needed = plan.n_keep - plan.replace_pending + n_new + 1
         if n_needed > sequence.n_ctx_max:
-            raise NoRoomError(
-                f"the message does not fit: {sequence.n_cells:,} cells are in use, {n_needed:,} would be needed, "
-                f"{sequence.n_ctx_max:,} are allowed",
-                hint=f"allow more with --n-ctx {n_needed + 256}, take turns back with /undo, or begin a new chat",
-                used=sequence.n_cells,
+            raise no_room(
                 needed=n_needed,
+                used=sequence.n_cells,
                 limit=sequence.n_ctx_max,
+                n_ctx_train=self._model.info.n_ctx_train,
             )
         if plan.rewritten_from is not None:
-            reporter.notice(f"the template writes the conversation differently now: {n_new:,} tokens are read again")
+            changed = [m.content for m in wanted if m.role == "system"] != [
+                m.content for m in self._messages if m.role == "system"
+            ]
+            why = "there is a new system prompt" if changed else "the template writes earlier messages differently now"
+            reporter.notice(f"{why}: {n_new:,} tokens are read again")
         if plan.n_keep < len(sequence.tokens):
             self._go_back(plan.n_keep, reporter)
         reused = sequence.n_cells

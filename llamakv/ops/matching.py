@@ -124,8 +124,9 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 def _check_is_file(path: Path, what: str) -> None:
     if not path.exists():
         raise NotFoundError(f"the {what} file {path} does not exist", path=str(path))
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory, not a {what} file", path=str(path))
+    if not path.is_file():
+        kind = "a directory" if path.is_dir() else "not a regular file"
+        raise UsageError(f"the {what} file {path} is {kind}", path=str(path))
 
 
 def describe(identity: ModelIdentity) -> str:

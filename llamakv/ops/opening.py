@@ -28,6 +28,9 @@ from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, 
 from llamakv.records import ModelIdentity, SectionKind, SessionRecord, StateSection
 from llamakv.store.session_file import SessionInfo, SessionReader, StoredSection
 
+INCOMPLETE = "incomplete:"
+"""How the note of a session begins whose text was not read to its end."""
+
 _UNKNOWN_N_CTX = 1 << 17
 """The largest context for a model that does not say what it was trained with."""
 
@@ -66,6 +69,11 @@ class OpenModel:
             self.model.close()
             raise MismatchError(f"the model file {found.path} was changed while it was opened", path=str(found.path))
         self.load_s = time.perf_counter() - started
+        if request.n_ctx is not None and 0 < self.info.n_ctx_train < request.n_ctx:
+            reporter.notice(
+                f"{self.info.name} was trained with contexts of {self.info.n_ctx_train:,} tokens; beyond that it "
+                "may answer badly"
+            )
         self._identity = identity
         self._sequence: LiveSequence | None = None
 
@@ -223,14 +231,14 @@ def resume(
                 expected=record.identity.tokenizer_digest,
                 actual=opened.identity.tokenizer_digest,
             )
-        return _bring_back(opened, info, path, options, reporter)
+        return _bring_back(opened, info, options, reporter)
     except BaseException:
         opened.close()
         raise
 
 
 def _bring_back(
-    opened: OpenModel, info: SessionInfo, path: Path, options: ResumeOptions, reporter: Reporter
+    opened: OpenModel, info: SessionInfo, options: ResumeOptions, reporter: Reporter
 ) -> tuple[OpenModel, SessionInfo, Opened]:
     record = info.record
     started = time.perf_counter()
@@ -246,6 +254,8 @@ def _bring_back(
         info = restore_from_file(sequence, info, reporter)
         record = info.record
         reused, evaluated = sequence.n_cells, 0
+    if record.lineage.note.startswith(INCOMPLETE):
+        reporter.notice(f"{info.path} is {record.lineage.note}; the command that saved it, again, reads the rest")
     return (
         opened,
         info,

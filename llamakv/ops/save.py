@@ -13,17 +13,11 @@ from llamakv.errors import AbortedError, ExistsError, UsageError
 from llamakv.ops.conversation import CHAT_SAMPLING, template_of
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
-from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.opening import INCOMPLETE, OpenModel, resume
 from llamakv.ops.reading import tokenise
 from llamakv.ops.requests import Reporter, Saved, SaveRequest
 from llamakv.records import Chat, Message, Sampling, SessionRecord
 from llamakv.store.session_file import SessionInfo, check_writable, read_session
-
-_BETWEEN = "\n\n"
-"""What stands between a saved document and a question about it."""
-
-_INCOMPLETE = "incomplete:"
-"""How the note of a session begins that was left in the middle of its text."""
 
 _N_STRETCH = 1024  # tokens, a multiple of the engine's batch
 _KEEP_EVERY_S = 30.0
@@ -79,7 +73,7 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
 
         def keep(*, complete: bool) -> Saved:
             chat, raw = _as_read(opened, text, pieces, complete=complete)
-            note = "" if complete else f"{_INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
+            note = "" if complete else f"{INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
             return keeper.save(
                 request.path,
                 chat=chat,
@@ -124,7 +118,7 @@ def _another(info: SessionInfo) -> ExistsError:
 
 
 def _is_incomplete(record: SessionRecord) -> bool:
-    return record.lineage.note.startswith(_INCOMPLETE)
+    return record.lineage.note.startswith(INCOMPLETE)
 
 
 def _check_tokens_continue(earlier: SessionInfo, tokens: Sequence[int]) -> None:
@@ -143,7 +137,7 @@ def _is_beginning(record: SessionRecord, request: SaveRequest) -> bool:
     rest = [message for message in messages if message.role != "system"]
     if system != (request.system or "") or len(rest) > 1 or (rest and not rest[0].is_open):
         return False
-    return (wanted + _BETWEEN).startswith(rest[0].content) if rest else True
+    return wanted.rstrip().startswith(rest[0].content) if rest else True
 
 
 def _open(request: SaveRequest, earlier: SessionInfo | None, reporter: Reporter) -> tuple[OpenModel, Keeper]:
@@ -171,7 +165,7 @@ def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | Non
     stored = earlier.record.chat if earlier is not None else None
     now_s = earlier.record.lineage.created_s if earlier is not None else time.time()
     template = template_of(opened, stored.template if stored is not None else None, now_s=now_s)
-    content = f"{request.text}{_BETWEEN}" if request.text else ""
+    content = (request.text or "").rstrip()  # so that a file that grows goes on from its last word
     system = (Message(role="system", content=request.system, p0=0, p1=0),) if request.system else ()
     messages = (*system, Message(role="user", content=content, p0=0, p1=0, is_open=True))
     return _Text(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)

@@ -85,12 +85,12 @@ def test_another_system_prompt_reads_everything_again_in_pieces() -> None:
 
 
 def test_an_open_message_is_continued_in_place() -> None:
-    document = Message(role="user", content="Long text.\n\n", p0=0, p1=10, is_open=True)
+    document = Message(role="user", content="Long text.", p0=0, p1=10, is_open=True)
     template = template_of(TRIMS)
     opened = plan_open(template, (document,))
-    assert [p.text for p in opened.pieces] == ["<|user|>Long text.\n\n"]
+    assert [p.text for p in opened.pieces] == ["<|user|>Long text."]
     found = plan(template, (document,), (document, Message(role="user", content="Why?", p0=0, p1=0)))
-    assert [p.text for p in found.pieces] == ["Why?<|end|>\n<|assistant|>"]
+    assert [p.text for p in found.pieces] == ["\n\nWhy?<|end|>\n<|assistant|>"]
     assert (found.n_keep, found.replace_pending) == (10, False)
 
 

@@ -134,19 +134,51 @@ def test_a_model_without_a_template_cannot_chat_but_continues_text(models, tmp_p
         driver.resume(path)
 
 
-def test_a_new_system_prompt_counts_from_the_next_message_on(driver: Driver, tmp_path: Path) -> None:
-    heard = Heard()
-    with driver.chat(system="Old.") as live, driver.chat(system="New.") as cold:
-        say(live, "One.")
+def test_a_new_system_prompt_is_read_before_all_that_was_said_and_kept(driver: Driver, tmp_path: Path) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    with driver.chat(system="Old.", save=path) as live:
+        say(live, "One.", "Two.")
+        contents = [m.content for m in live.messages][1:]
         live.set_system("New.", heard.reporter)
-        answer = live.send("Two.", heard.reporter)
-        assert answer.reused == 0
-        assert "read again" in heard.notices[-1]
-        assert [m.content for m in live.messages if m.role == "system"] == ["New."]
-        tokens = state_of_tokens(live)
+        assert heard.notices[-1].startswith("there is a new system prompt: ")
+        assert [m.content for m in live.messages] == ["New.", *contents]
         assert [m.p0 for m in live.messages] == [0, *[m.p1 for m in live.messages[:-1]]]
-        head = cold._model.model.tokenize("<|im_start|>system\nNew.", add_special=True, parse_special=True)
-        assert tokens[: len(head)] == head
+        head = live._model.model.tokenize("<|im_start|>system\nNew.", add_special=True, parse_special=True)
+        assert state_of_tokens(live)[: len(head)] == head
+        answer = live.send("Three.", heard.reporter)
+        assert answer.evaluated < 40
+        expected = state_of(live)[0], live.messages
+        live.set_system("New.", heard.reporter)  # nothing new: nothing is read
+        assert (state_of_tokens(live), live.messages) == expected
+    with driver.resume(path) as again:
+        assert (state_of_tokens(again), again.messages) == expected
+        again.set_system("", Heard().reporter)
+        assert again.messages[0].role == "user"
+    with driver.resume(path, heard, system="Third.") as again:
+        assert again.messages[0].content == "Third."
+        say(again, "Four.")
+    assert read_session(path).record.chat.messages[0].content == "Third."
+
+
+def test_a_new_system_prompt_that_is_stopped_or_does_not_fit_changes_nothing(dense: Driver, tmp_path: Path) -> None:
+    with dense.chat(system="Old.", model=dense.request(n_ctx=1024)) as live:
+        say(live, LONG, "Two.")
+        before = state_of_tokens(live), live.messages
+        with pytest.raises(AbortedError):
+            live.set_system(LONG, Heard(abort_at=256).reporter)
+        assert (state_of_tokens(live), live.messages) == before
+        with pytest.raises(NoRoomError):
+            live.set_system(LONG * 6, Heard().reporter)
+        assert (state_of_tokens(live), live.messages) == before
+
+
+def test_a_system_prompt_set_before_anything_was_said_is_read_with_the_first_message(dense: Driver) -> None:
+    with dense.chat() as live, dense.chat(system="Be kind.") as cold:
+        live.set_system("Be kind.", Heard().reporter)
+        assert [m.content for m in live.messages] == ["Be kind."]
+        say(live, "Hello.")
+        say(cold, "Hello.")
+        assert state_of(live) == state_of(cold)
 
 
 # ---------------------------------------------------------------- going back

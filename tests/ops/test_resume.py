@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import DamagedError, ExistsError, InterruptedByUser, MismatchError, NoRoomError, NotFoundError
+from llamakv.errors import (
+    DamagedError,
+    ExistsError,
+    InterruptedByUser,
+    MismatchError,
+    NoRoomError,
+    NotFoundError,
+    UsageError,
+)
 from llamakv.ops.chat import open_chat
 from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions, SaveRequest
 from llamakv.records import SectionKind
@@ -115,7 +123,7 @@ def test_a_document_and_its_questions_are_one_user_message(driver: Driver, tmp_p
     assert [answer.reused for answer in answers] == [result.saved.info.record.tokens.__len__() - 1] * 3
     assert sha(path) == before
     with driver.chat(system="Answer from the text.") as cold:
-        cold.send(f"{LONG}\n\nWho jumps?", Heard().reporter)
+        cold.send(f"{LONG.rstrip()}\n\nWho jumps?", Heard().reporter)
         cold_ids, _ = state_of(cold)
     with driver.resume(path, save=tmp_path / "other.bin") as again:
         again.send("Who jumps?", Heard().reporter)
@@ -124,7 +132,53 @@ def test_a_document_and_its_questions_are_one_user_message(driver: Driver, tmp_p
     assert sha(path) == before
 
 
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "document"])
+def test_a_text_that_has_grown_is_read_on(driver: Driver, tmp_path: Path, raw: bool) -> None:
+    path, whole = tmp_path / "a.bin", tmp_path / "whole.bin"
+    text = LONG.rstrip() + "\n"
+    for addition in ("And more.\n", "\nA paragraph.", " ", "\n\n", "x"):
+        before = len(read_session(path).record.tokens) if path.exists() else 0
+        result = driver.save(path, text, raw=raw)
+        assert result.reused >= max(before - 4, 0)
+        text += addition
+    driver.save(path, text, raw=raw)
+    driver.save(whole, text, raw=raw)
+    assert read_session(path).record.tokens == read_session(whole).record.tokens
+    with pytest.raises(ExistsError):
+        driver.save(path, "Another text.", raw=raw)
+
+
+def test_a_text_that_was_not_read_to_its_end_says_so_when_it_is_used(dense: Driver, tmp_path: Path) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    dense.save(path, LONG * 8, Heard(abort_at=512))
+    dense.load(path, "So?", heard)
+    assert any(notice.startswith(f"{path} is incomplete: 513 of ") for notice in heard.notices)
+    dense.save(path, LONG * 8)
+    heard = Heard()
+    dense.load(path, "So?", heard)
+    assert not any("incomplete" in notice for notice in heard.notices)
+
+
 # ---------------------------------------------------------------- what fits
+
+
+def test_a_model_is_a_regular_file(dense: Driver, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for name, named in (("pipe.gguf", "not a regular file"), (".", "a directory")):
+        with pytest.raises(UsageError, match=named):
+            dense.chat(model=dense.request(tmp_path / name))
+    with pytest.raises(NotFoundError):
+        dense.chat(model=dense.request(tmp_path / "none.gguf"))
+
+
+def test_a_context_beyond_what_the_model_was_trained_with_is_remarked_on(models, tmp_path: Path) -> None:
+    driver, heard = Driver(models("short_ctx"), tmp_path), Heard()
+    driver.chat(heard, model=driver.request(n_ctx=1024)).close()
+    assert "trained with contexts of 256 tokens" in heard.notices[0]
+    with pytest.raises(NoRoomError) as refused:
+        driver.save(tmp_path / "a.bin", LONG * 3)
+    assert "trained with contexts of 256 tokens" in (refused.value.hint or "")
+    assert not (tmp_path / "a.bin").exists()
 
 
 def test_a_renamed_model_resumes_and_a_twin_does_not(models, dense: Driver, tmp_path: Path) -> None:

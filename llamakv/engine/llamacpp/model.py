@@ -24,7 +24,8 @@ from llamakv.engine.llamacpp.native import (
 )
 from llamakv.engine.llamacpp.sampler import TokenChooser
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.errors import EngineError, ModelFileError, NoRoomError
+from llamakv.engine.room import no_room
+from llamakv.errors import EngineError, ModelFileError
 from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling
 
 _GGUF_MAGIC = b"GGUF"  # gguf.h
@@ -222,12 +223,7 @@ class LlamaModel:
             )
 
         if n_ctx_min > n_ctx_max:
-            raise NoRoomError(
-                f"{n_ctx_min} cells are needed, and the context may have {n_ctx_max}",
-                hint=f"--n-ctx {n_ctx_min}",
-                needed=n_ctx_min,
-                limit=n_ctx_max,
-            )
+            raise no_room(needed=n_ctx_min, used=0, limit=n_ctx_max, n_ctx_train=self._info.n_ctx_train)
         sequence = LlamaSequence(
             open_context,
             info=self._info,

@@ -68,11 +68,10 @@ class NativeLog:
         api.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _take(self, level: int, text: bytes, _: object) -> None:
-        if level <= _DEBUG and self.sink is None:
+        if level <= _DEBUG:  # a line for each node of each graph
             return
         line = text.decode("utf-8", "replace")
-        if level > _DEBUG:
-            self._lines.append(line)
+        self._lines.append(line)
         if level == _WARN or level == _WARN + 1:
             self._warnings.append(line.strip())
         if self.sink is not None:

@@ -15,6 +15,7 @@ from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.sampler import TokenChooser
 from llamakv.engine.llamacpp.state import LIVE, StateCutter
+from llamakv.engine.room import no_room
 from llamakv.errors import AbortedError, NoRoomError
 from llamakv.records import MemoryKind, Sampling, SectionKind, StateSection
 
@@ -253,13 +254,11 @@ class LlamaSequence:
     def _ensure_room(self, n_tokens: int) -> None:
         """Have cells for ``n_tokens``, in a larger context if need be."""
         if n_tokens > self._n_ctx_max:
-            raise NoRoomError(
-                f"{n_tokens} tokens do not fit: {self._n_cells} cells are in use and the context may have "
-                f"{self._n_ctx_max}",
-                hint=f"allow more with --n-ctx {n_tokens}, or begin a new session",
+            raise no_room(
                 needed=n_tokens,
                 used=self._n_cells,
                 limit=self._n_ctx_max,
+                n_ctx_train=self._info.n_ctx_train,
             )
         if n_tokens <= self._context.n_ctx:
             return
