@@ -16,7 +16,7 @@ document=$1
 shift
 session=${SESSION:-document.bin}
 
-llamakv save --quiet -f "$document" --system 'Answer from the text, in one sentence.' "$session" >/dev/null
+llamakv save -f "$document" --system 'Answer from the text, in one sentence.' "$session" >/dev/null
 for question in "$@"; do
     printf '> %s\n' "$question"
     llamakv load --quiet "$session" -p "$question" --temperature 0 --max-tokens 60

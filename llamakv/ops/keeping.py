@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -10,7 +11,15 @@ from pathlib import Path
 
 from llamakv import __version__
 from llamakv.engine.contract import LiveSequence
-from llamakv.errors import ConflictError, ExistsError, UsageError
+from llamakv.errors import (
+    ConflictError,
+    ExistsError,
+    FormatError,
+    LlamakvError,
+    LockedError,
+    NotFoundError,
+    UsageError,
+)
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Compress, Reporter, Saved
 from llamakv.records import Chat, Lineage, Sampling, SectionKind, SessionRecord, StateSection
@@ -22,6 +31,8 @@ from llamakv.store.session_file import (
     extend_session,
     truncate_sections,
 )
+
+_MAX_NAME_BYTES = 255  # NAME_MAX of the usual file systems
 
 _N_TAILS = 3
 """Recurrent tails kept in a file: the present one, and the ends of the two turns before it to go back to."""
@@ -62,8 +73,8 @@ class Keeper:
     ) -> Saved:
         """Save the live sequence to ``path``. Writes new sections only if that is the file it came from.
 
-        With ``aside_on_conflict`` a file that somebody else saved meanwhile is left alone, and the session goes to a
-        new file beside it.
+        With ``aside_on_conflict`` a file that somebody else saved, removed, spoilt or keeps locked meanwhile is left
+        alone, and the session goes to a new file beside it.
 
         Raises:
             ConflictError, LockedError, ExistsError, WriteError: nothing is lost; the file is as it was.
@@ -81,14 +92,11 @@ class Keeper:
                 info = self._extend(self._stored, record, reporter)
             else:
                 info = self._create(path, record, reporter, overwrite=overwrite)
-        except (ConflictError, ExistsError) as error:
+        except (ConflictError, ExistsError, LockedError, NotFoundError, FormatError) as error:
             if not aside_on_conflict:
                 raise
-            asked, path, n_before = path, _free_sibling(path), 0
-            reporter.notice(f"{error.message}; this conversation is saved to {path} instead")
-            if self._stored is not None:
-                record = replace(record, lineage=self._branch(record.lineage))
-            info = self._create(path, record, reporter, overwrite=False)
+            info = self._save_aside(path, record, error, reporter)
+            asked, n_before = path, 0
         sequence.settle()
         self._stored = info
         n_written = info.n_file_bytes - n_before if info.n_file_bytes > n_before else info.n_file_bytes
@@ -107,6 +115,19 @@ class Keeper:
         sections = _counted(sequence, sequence.n_settled, reporter) if SectionKind.WHOLE not in there else iter(())
         new = (section for section in sections if section.kind not in there)
         return extend_session(base, record, keep=keep, new=new, compress=self._compress)
+
+    def _save_aside(self, path: Path, record: SessionRecord, error: LlamakvError, reporter: Reporter) -> SessionInfo:
+        """Save to a new file, since the one asked for was changed, taken away or spoilt by somebody else."""
+        if self._stored is not None:
+            record = replace(record, lineage=replace(self._branch(record.lineage), n_saves=1, name=record.lineage.name))
+        for place in _places_beside(path, path_first=isinstance(error, NotFoundError)):
+            try:
+                info = self._create(place, record, reporter, overwrite=False)
+            except ExistsError:
+                continue
+            reporter.notice(f"{error.message}; saved to {place} instead")
+            return info
+        raise error
 
     def _record(
         self,
@@ -173,9 +194,11 @@ def _counted(sequence: LiveSequence, from_position: int, reporter: Reporter) -> 
         yield section
 
 
-def _free_sibling(path: Path) -> Path:
+def _places_beside(path: Path, *, path_first: bool) -> Iterator[Path]:
+    """Names to save under where ``path`` cannot be had: itself, if it is only gone, then numbered ones."""
+    if path_first:
+        yield path
     for number in range(2, 10_000):
-        sibling = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        if not sibling.exists():
-            return sibling
-    raise ConflictError(f"there is no free name left beside {path}")
+        ending = f"-{number}{path.suffix}"
+        stem = os.fsencode(path.stem)[: _MAX_NAME_BYTES - len(os.fsencode(ending))]
+        yield path.with_name(stem.decode("utf-8", "ignore") + ending)

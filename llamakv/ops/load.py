@@ -102,6 +102,7 @@ def _continue(
             reporter=reporter,
             overwrite=request.overwrite,
             name=request.name,
+            aside_on_conflict=True,
         )
     return Answer(
         text=reply.text,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from llamakv.engine.contract import MemoryRequest
-from llamakv.errors import MismatchError, NotFoundError, UsageError
+from llamakv.errors import MismatchError, ModelFileError, NotFoundError, UsageError
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Reporter, ResumeOptions, SamplingOptions
 from llamakv.records import (
     Adapter,
@@ -117,15 +118,19 @@ def _find_adapters(
 
 def stamp_of(path: Path) -> tuple[int, ...]:
     """What changes when a file is replaced or rewritten: device, inode, length and both times."""
-    stat = path.stat()
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    found = path.stat()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _check_is_file(path: Path, what: str) -> None:
-    if not path.exists():
-        raise NotFoundError(f"the {what} file {path} does not exist", path=str(path))
-    if not path.is_file():
-        kind = "a directory" if path.is_dir() else "not a regular file"
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"the {what} file {path} does not exist", path=str(path)) from None
+    except OSError as error:
+        raise ModelFileError(f"cannot read the {what} file {path}: {error.strerror}", path=str(path)) from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise UsageError(f"the {what} file {path} is {kind}", path=str(path))
 
 

@@ -185,7 +185,7 @@ def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Rep
     """
     with SessionReader(before.path) as reader:
         info = reader.info
-        if (info.record.identity, info.record.settings) != (before.record.identity, before.record.settings):
+        if info.record.lineage.session_id != before.record.lineage.session_id:
             raise MismatchError(f"{before.path} was replaced by another session while it was opened")
         tokens = info.record.tokens
         wanted = sections_to_restore(info.sections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -71,11 +72,14 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
         sampling = _sampling(request, earlier)
         opened.model.check_sampling(sampling)
 
+        target = request.path
+
         def keep(*, complete: bool) -> Saved:
+            nonlocal target
             chat, raw = _as_read(opened, text, pieces, complete=complete)
             note = "" if complete else f"{INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
-            return keeper.save(
-                request.path,
+            saved = keeper.save(
+                target,
                 chat=chat,
                 text=raw,
                 sampling=sampling,
@@ -83,7 +87,10 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
                 overwrite=request.overwrite,
                 name=request.name,
                 note=note,
+                aside_on_conflict=True,
             )
+            target = saved.info.path
+            return saved
 
         reused, complete = _read(opened, tokens, reporter, keep)
         return SaveResult(
@@ -101,7 +108,7 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
 
 def _earlier(request: SaveRequest) -> SessionInfo | None:
     """The session at the path, if it may be a beginning of what is wanted; None if there is none or it will go."""
-    if request.overwrite or not request.path.exists():
+    if request.overwrite or not os.path.lexists(request.path):
         return None
     info = read_session(request.path)
     if not _is_incomplete(info.record) and not _is_beginning(info.record, request):

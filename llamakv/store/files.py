@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -80,14 +79,15 @@ def reading(path: Path) -> Iterator[None]:
 def open_for_reading(path: Path) -> int:
     """Open a regular file; the caller closes the descriptor.
 
-    Raises: NotFoundError, NotASessionError (a folder, pipe or device), ReadError.
+    Raises: NotFoundError, NotASessionError (a folder, pipe, socket or device), ReadError.
     """
     with reading(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: never hang on a pipe
-        mode = os.fstat(fd).st_mode
+        mode = os.stat(path).st_mode  # opening first would already act on a device, and fails on a socket
         if stat.S_ISREG(mode):
-            return fd
-        os.close(fd)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: never hang on a pipe
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+            os.close(fd)
     what = "is a folder" if stat.S_ISDIR(mode) else "is not a regular file"
     raise NotASessionError(f"not a llamakv session: '{path}' {what}", path=str(path))
 
@@ -214,12 +214,12 @@ def replace_small_file(path: Path, data: bytes) -> None:
 
 def _create_temporary(folder: Path) -> tuple[Path, int]:
     while True:
-        path = folder / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
+        path = folder / f"{_TEMPORARY_PREFIX}{os.urandom(8).hex()}{_TEMPORARY_SUFFIX}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(fd, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(fd, path):
+            if is_at(fd, path):
                 return path, fd
         except BlockingIOError:
             pass  # somebody takes it for a stale one and is about to remove it: take another name
@@ -231,8 +231,16 @@ def _create_temporary(folder: Path) -> tuple[Path, int]:
         os.close(fd)
 
 
+def keep_owner(fd: int, source_fd: int) -> None:
+    """Give a new file the owner of the one it replaces, where that is another and the system allows it (to root)."""
+    owner = os.fstat(source_fd)
+    with contextlib.suppress(OSError):
+        os.fchown(fd, owner.st_uid, owner.st_gid)
+
+
 def check_folder(folder: Path) -> None:
-    """Prove that a file can be made in ``folder`` by making and removing one. Raises: WriteError."""
+    """Prove that a file can be made in ``folder`` by making and removing one; stale ones go too. Raises: WriteError."""
+    remove_stale_temporaries(folder)
     with writing(folder):
         path, fd = _create_temporary(folder)
         os.unlink(path)
@@ -274,7 +282,7 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(fd, path):
+                if is_at(fd, path):
                     os.unlink(path)
                     removed.append(path)
             finally:
@@ -304,7 +312,8 @@ def remove(path: Path) -> None:
 # ---------------------------------------------------------------- locks
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def is_at(fd: int, path: Path) -> bool:
+    """Return whether ``path`` names the file that is open as ``fd``; a link to it does not count."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -349,7 +358,7 @@ def locked(path: Path, *, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
             raise write_error(path, error) from error
         try:
             _lock(fd, path, wait_s=wait_s)
-            if _is_at(fd, path):  # else it was replaced while we waited
+            if is_at(fd, path):  # else it was replaced while we waited
                 yield fd
                 return
         finally:

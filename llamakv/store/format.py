@@ -43,6 +43,8 @@ _ENTRY = struct.Struct("<BBHI8Q32s")
 
 MAX_INDEX_RAW = 64 << 20  # three million tokens with their text
 MAX_POSITION = 2**31 - 1  # llama.cpp's positions are 32-bit
+MAX_TOKENS = 1 << 22  # as numbers in memory 36 bytes each
+MAX_SECTIONS = 1 << 17  # about 700 bytes each
 MAX_SECTION_RAW = 16 << 30
 MAX_FILE = 2**62
 MAX_RAW_OVER_STORED = 64  # a claim of more is hostile: writers pad, so that memory is bounded by the file's size
@@ -176,9 +178,12 @@ def padding(n_raw: int, n_stored: int) -> bytes:
 def pack_index(record: SessionRecord, sections: Sequence[StoredSection]) -> tuple[bytes, int]:
     """Return the index frame and the raw length of its content.
 
-    Raises: WriteError (more text and tokens than the format can hold), ValueError (a token id that is no 31-bit
-    number).
+    Raises: WriteError (more text, tokens or sections than the format can hold), ValueError (a token id that is no
+    31-bit number).
     """
+    for what, n, limit in (("tokens", len(record.tokens), MAX_TOKENS), ("sections", len(sections), MAX_SECTIONS)):
+        if n > limit:
+            raise WriteError(f"session too large: {n} {what}, the limit is {limit}", expected=limit, actual=n)
     text = encode_record(record)
     tokens = _pack_tokens(record.tokens)
     raw = b"".join(
@@ -261,6 +266,8 @@ def _split_index(raw: bytes) -> tuple[SessionRecord, tuple[StoredSection, ...]]:
     if len(raw) < _INDEX_HEAD.size:
         raise CodecError("index has no head")
     n_text, n_tokens, n_sections, reserved = _INDEX_HEAD.unpack_from(raw)
+    if n_tokens > MAX_TOKENS or n_sections > MAX_SECTIONS:
+        raise CodecError(f"index of {n_tokens} tokens and {n_sections} sections is over the limits")
     tokens_start = _INDEX_HEAD.size + n_text
     table_start = tokens_start + 4 * n_tokens
     if reserved or table_start + _ENTRY.size * n_sections != len(raw):

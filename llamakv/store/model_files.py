@@ -104,12 +104,13 @@ class ModelFiles:
 
     def _load(self) -> dict[str, _Entry]:
         try:
-            with open(self._path, "rb") as file:
+            fd = files.open_for_reading(self._path)  # never waits, as opening a pipe would
+            with open(fd, "rb") as file:
                 document = json.loads(file.read(_MAX_FILE + 1))
             if document["schema"] != _SCHEMA:
                 return {}
             return {str(path): _parse_entry(item) for path, item in document["files"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (LlamakvError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
 
     def _store(self, path: str, entry: _Entry) -> None:
@@ -120,6 +121,7 @@ class ModelFiles:
         document = {"schema": _SCHEMA, "files": {key: dataclasses.asdict(item) for key, item in newest}}
         try:
             files.make_private_folder(self._path.parent)
+            files.remove_stale_temporaries(self._path.parent)
             files.replace_small_file(self._path, json.dumps(document, indent=1).encode())
         except WriteError:
             return  # only a memory: the digest itself is right
@@ -129,6 +131,8 @@ def _stamp(path: Path) -> _Stamp:
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(None, "is a folder")
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without an end
+        raise OSError("it is not a regular file")
     return _Stamp(
         device=status.st_dev,
         inode=status.st_ino,

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from llamakv.records import SessionRecord
 TOKENS_KEY = "tokens"  # stored beside the JSON, packed
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _MAX_INT = 2**63 - 1
+MAX_MARKS = 1 << 21  # 100,000 messages; keeps what parsing allocates below 100 MB, a hundred times the text otherwise
+_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[,\[{]', re.DOTALL)
+"""A string, or what precedes any other value; there is no value without one of these."""
 
 _Decoder = Callable[[object], object]
 
@@ -56,6 +60,8 @@ def _encode(value: object) -> object:
 
 def decode_record(data: bytes, tokens: tuple[int, ...]) -> SessionRecord:
     """Return the record made of JSON and ``tokens``. Raises: RecordError."""
+    if any(n > MAX_MARKS for n, _ in enumerate(_MARK.finditer(data), 1)):
+        raise RecordError(f"record has over {MAX_MARKS} strings and separators")
     try:
         values = json.loads(
             data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates

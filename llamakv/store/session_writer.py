@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from llamakv.errors import ConflictError, ExistsError, FormatError, NotASessionError, UsageError, WriteError
+from llamakv.errors import (
+    ConflictError,
+    ExistsError,
+    FormatError,
+    LlamakvError,
+    NotASessionError,
+    UsageError,
+    WriteError,
+)
 from llamakv.records import SessionRecord, StateSection
 from llamakv.store import codec, files, format
 from llamakv.store.codec import AUTO, CompressOption, EncodedSection
@@ -39,7 +47,7 @@ class _Encoded:
 def check_writable(path: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Raise what saving to ``path`` would raise, before any work is spent on it.
 
-    Makes and removes a temporary in the folder, to be sure.
+    Makes and removes a temporary in the folder, to be sure; those of killed writers are removed too.
 
     Raises: ExistsError (there and not ``overwrite``, or not a session file), WriteError (folder missing, not
     writable; ``path`` a folder, link, device or read-only).
@@ -96,7 +104,6 @@ def create_session(
     if keep and source is None:
         raise ValueError("sections to keep need a source")
     check_writable(path, overwrite=overwrite)
-    files.remove_stale_temporaries(path.parent)
     with contextlib.ExitStack() as stack:
         if overwrite and path.exists():
             stack.enter_context(files.locked(path))
@@ -147,8 +154,8 @@ def extend_session(
             )
         info = _append(fd, base, record, keep, new, compress, on_section)
         if info.n_dead_bytes > max(_MIN_DEAD, info.n_file_bytes // 2):
-            with contextlib.suppress(WriteError):
-                info = _compact(info)
+            with contextlib.suppress(LlamakvError):  # the save is done, whatever becomes of this
+                info = _compact(fd, info)
     return info
 
 
@@ -158,14 +165,14 @@ def compact_session(path: str | os.PathLike[str]) -> SessionInfo:
     Sections are copied as they are, so damage in one stays what it is. Readers keep what they have open. On failure
     the file is as it was.
 
-    Raises: NotFoundError, FormatError, LockedError, WriteError.
+    Raises: NotFoundError, FormatError, LockedError, ConflictError (replaced meanwhile), WriteError.
     """
     path = Path(path)
     read_session(path)
     files.remove_stale_temporaries(path.parent)
     with files.locked(path) as fd:
         info = load_info(fd, path)
-        return _compact(info) if info.n_dead_bytes else info
+        return _compact(fd, info) if info.n_dead_bytes else info
 
 
 # ---------------------------------------------------------------- private
@@ -209,14 +216,24 @@ def _append(
         raise
 
 
-def _compact(info: SessionInfo) -> SessionInfo:
+def _compact(locked_fd: int, info: SessionInfo) -> SessionInfo:
     path = info.path
     with SessionReader(path) as source, files.replacement(path, overwrite=True) as fd:
+        if source.info.commit != info.commit:
+            raise _replaced(path)
         writer = _Writer(fd, path, format.N_HEADER)
         stored = [writer.copy(source, section) for section in info.sections]
         commit = writer.finish(info.record, stored, generation=info.generation + 1)
         files.write_at(fd, [format.pack_header(commit)], 0, path)
-        return _read_back(fd, path, commit)
+        files.keep_owner(fd, locked_fd)
+        compacted = _read_back(fd, path, commit)
+        if not files.is_at(locked_fd, path):  # the lock does not keep anybody from renaming
+            raise _replaced(path)
+        return compacted
+
+
+def _replaced(path: Path) -> ConflictError:
+    return ConflictError(f"'{path}' was replaced while it was being compacted; nothing was changed", path=str(path))
 
 
 def _read_back(fd: int, path: Path, commit: Commit) -> SessionInfo:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -18,9 +20,11 @@ from llamakv.errors import (
     NotFoundError,
     UsageError,
 )
+from llamakv.ops import opening, save
 from llamakv.ops.chat import open_chat
 from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions, SaveRequest
 from llamakv.records import SectionKind
+from llamakv.store import files
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
 
@@ -293,8 +297,6 @@ def test_another_model_can_read_the_tokens_again_if_it_has_the_same_tokenizer(mo
 
 
 def test_a_model_file_that_changes_while_it_is_opened_is_refused(models, tmp_path: Path, monkeypatch) -> None:
-    from llamakv.ops import opening
-
     model = tmp_path / "m.gguf"
     shutil.copy(models("M"), model)
     driver, original = Driver(model, tmp_path), opening.LlamaModel
@@ -410,6 +412,84 @@ def test_two_chats_that_save_the_same_session_both_keep_their_words(dense: Drive
     assert read_session(sibling).record.lineage.parent_id == read_session(path).record.lineage.session_id
 
 
+@pytest.mark.parametrize("what", ["removed", "spoilt", "cut", "locked", "replaced by another"])
+def test_a_turn_is_kept_whatever_became_of_the_file(
+    dense: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    with dense.chat(save=path) as live:
+        live.send("One.", Heard().reporter)
+        if what == "removed":
+            path.unlink()
+        elif what == "spoilt":
+            path.write_text("not a session " * 200)
+        elif what == "cut":
+            os.truncate(path, path.stat().st_size // 2)
+        elif what == "replaced by another":
+            path.unlink()
+            dense.save(path, LONG, raw=True)
+        monkeypatch.setattr(files, "LOCK_WAIT_S", 0.1)
+        with path.open("rb") if what == "locked" else contextlib.nullcontext() as held:
+            if held is not None:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            answer = live.send("Two.", heard.reporter)
+        place = answer.saved.info.path
+        assert place == (path if what == "removed" else tmp_path / "a-2.bin")
+        assert f"saved to {place} instead" in heard.notices[-1]
+        live.send("Three.", Heard().reporter)
+    with dense.resume(place) as again:
+        assert [m.content for m in again.messages][::2] == ["One.", "Two.", "Three."]
+        assert list(again._model.sequence.tokens) == state_of_tokens(live)
+    assert read_session(place).record.lineage.n_saves == 2
+
+
+def state_of_tokens(conversation) -> list[int]:
+    return list(conversation._model.sequence.tokens)
+
+
+def test_a_name_as_long_as_can_be_still_has_room_beside_it(dense: Driver, tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 125 + ".bin")
+    with dense.chat(save=path) as one:
+        one.send("One.", Heard().reporter)
+        with dense.resume(path) as two:
+            two.send("Two.", Heard().reporter)
+        answer = one.send("Three.", Heard().reporter)
+    assert answer.saved.info.path.name == "é" * 124 + "-2.bin"
+
+
+def test_of_two_saves_to_one_new_name_none_is_lost(dense: Driver, tmp_path: Path, monkeypatch) -> None:
+    path, heard = tmp_path / "a.bin", Heard()
+    original = save._read
+
+    def read_slowly(*arguments):
+        monkeypatch.setattr(save, "_read", original)
+        dense.save(path, "Another text.", raw=True)
+        return original(*arguments)
+
+    monkeypatch.setattr(save, "_read", read_slowly)
+    result = dense.save(path, LONG, heard, raw=True)
+    assert result.saved.info.path == tmp_path / "a-2.bin"
+    assert read_session(path).record.text == "Another text."
+    assert read_session(tmp_path / "a-2.bin").record.text == LONG
+
+
+def test_a_session_replaced_while_it_is_opened_is_refused(dense: Driver, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "a.bin"
+    with dense.chat(save=path) as live:
+        live.send("One.", Heard().reporter)
+    original = opening.LlamaModel
+
+    def replace_and_load(*arguments, **options):
+        path.unlink(missing_ok=True)
+        monkeypatch.setattr(opening, "LlamaModel", original)
+        dense.save(path, LONG, raw=True)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(opening, "LlamaModel", replace_and_load)
+    with pytest.raises(MismatchError, match="replaced by another session"):
+        dense.resume(path)
+
+
 def test_an_interrupted_save_keeps_what_was_read_and_goes_on_from_there(driver: Driver, tmp_path: Path) -> None:
     whole, path, text = tmp_path / "whole.bin", tmp_path / "a.bin", LONG * 8
     for raw in (True, False):
@@ -436,8 +516,6 @@ def test_an_interrupted_save_keeps_what_was_read_and_goes_on_from_there(driver: 
 def test_a_killed_save_goes_on_from_what_was_kept_on_the_way(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options
 ) -> None:
-    from llamakv.ops import save
-
     whole, path, text = tmp_path / "whole.bin", tmp_path / "a.bin", "é " + LONG * 10
     driver.save(whole, text, **options)
     monkeypatch.setattr(save, "_KEEP_EVERY_S", 0.0)

@@ -125,7 +125,7 @@ def test_verify_reports_the_damaged_section_and_the_others_stay_readable(path):
 # ---------------------------------------------------------------- hostile files with right digests
 
 
-def reseal(path, change_index=None, **commit_changes):
+def reseal(path, change_index=None, *, pads=False, **commit_changes):
     """Write the file again with a changed index or commit record, all digests right."""
     data = path.read_bytes()
     commit = format.parse_header(data[: format.N_HEADER], len(data), path)
@@ -133,6 +133,7 @@ def reseal(path, change_index=None, **commit_changes):
     if change_index:
         raw = change_index(zstandard.ZstdDecompressor().decompress(frame[8:], max_output_size=1 << 26))
         content = zstandard.ZstdCompressor(write_checksum=True).compress(raw)
+        content += format.padding(len(raw), len(content)) if pads else b""
         frame = frame[:4] + struct.pack("<I", len(content)) + content
         commit = replace(commit, n_index_raw=len(raw), n_file=commit.index_offset + len(frame))
     commit = replace(commit, **({"index_digest": digest_bytes(frame)} | commit_changes))
@@ -400,3 +401,49 @@ def test_loading_works_on_a_descriptor_whose_path_is_gone(path):
         path.unlink()
         assert load_info(reader._fd, path) == right
         assert len(list(reader.read(right.sections))) == 4
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'"ab",', b"1e9,", b'"",'])
+def test_a_record_of_countless_small_values_is_refused_in_little_memory(sealed, unit):
+    text = b'{"x":[' + unit * (format.MAX_INDEX_RAW // 2 // len(unit)) + b"1]}"
+    reseal(sealed, lambda raw: join(None, *split(raw)[1:3], text=text), pads=True)
+    assert peak_memory_of_reading(sealed) < 250 << 20  # the text itself is there three times
+
+
+def test_more_tokens_or_sections_than_the_limit_are_refused(sealed):
+    def tokens(raw):
+        values, _, table, _ = split(raw)
+        return join(values, bytes(4 * (format.MAX_TOKENS + 1)), table)
+
+    def sections(raw):
+        values, tokens, table, _ = split(raw)
+        return join(values, tokens, table * (format.MAX_SECTIONS + 1))
+
+    start = sealed.read_bytes()
+    for change in (tokens, sections):
+        sealed.write_bytes(start)
+        reseal(sealed, change, pads=True)
+        with pytest.raises(DamagedError, match="over the limits"):
+            read_session(sealed)
+
+
+@pytest.mark.parametrize("text", [b'"' + b'\\"' * 2_000_000, b'["\\', b'"', b"[" + b'"a\\"b[,{",' * 9])
+def test_counting_values_takes_time_in_proportion_whatever_the_text(sealed, text):
+    reseal(sealed, lambda raw: join(None, *split(raw)[1:3], text=text), pads=True)
+    with pytest.raises(DamagedError, match="not JSON"):
+        read_session(sealed)
+
+
+def peak_memory_of_reading(path):
+    """What a process that reads a session it must refuse takes at most, beyond what it began with, in bytes."""
+    code = (
+        "import resource, sys\n"
+        "from llamakv.errors import DamagedError\n"
+        "from llamakv.store.session_file import read_session\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    read_session(sys.argv[1])\n"
+        "except DamagedError:\n    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(done.stdout) * unit

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import ConflictError, LlamakvError, LockedError, WriteError
+from llamakv.errors import ConflictError, DamagedError, LlamakvError, LockedError, ReadError, WriteError
 from llamakv.store import files, session_writer
 from llamakv.store.session_file import (
     SessionReader,
@@ -518,3 +518,55 @@ def test_a_writer_waits_for_another_one_that_finishes_soon(path):
 def test_limits_and_signals_are_as_these_tests_assume():
     assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN, "else a size limit would kill us"
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+# ---------------------------------------------------------------- compacting
+
+
+@pytest.mark.parametrize("error", [DamagedError, ReadError, WriteError])
+def test_a_save_counts_although_the_compacting_after_it_fails(path, monkeypatch, error):
+    base = create_session(path, make_record(3), [cells(0, 2, n_bytes=3 << 20)])
+
+    def fail(*_):
+        raise error("injected")
+
+    monkeypatch.setattr(SessionReader, "read_stored", fail)
+    info = extend_session(base, make_record(2, n_saves=2), keep=[], new=[cells(0, 1)])
+    assert info.n_dead_bytes > info.n_live_bytes
+    assert (read_session(path).commit, verify_session(path).is_sound) == (info.commit, True)
+
+
+def test_a_file_renamed_onto_the_session_while_it_is_compacted_stays(path, tmp_path, monkeypatch):
+    base = two_sections(path)
+    extend_session(base, make_record(4, n_saves=2), keep=base.sections[:1], new=[cells(2, 3)])
+    create_session(tmp_path / "other.bin", make_record(9), [cells(0, 8)])
+    other = (tmp_path / "other.bin").read_bytes()
+    copied = session_writer._Writer.copy
+
+    def copy_then_replace(*arguments):
+        row = copied(*arguments)
+        if (tmp_path / "other.bin").exists():
+            os.rename(tmp_path / "other.bin", path)
+        return row
+
+    monkeypatch.setattr(session_writer._Writer, "copy", copy_then_replace)
+    with pytest.raises(ConflictError, match="replaced while"):
+        compact_session(path)
+    assert path.read_bytes() == other
+    assert os.listdir(tmp_path) == ["s.bin"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_compacting_as_root_leaves_the_file_with_its_owner(path):
+    base = two_sections(path)
+    extend_session(base, make_record(4, n_saves=2), keep=base.sections[:1], new=[cells(2, 3)])
+    os.chown(path, 1234, 2345)
+    compact_session(path)
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (1234, 2345, 0o600)
+
+
+def test_checking_a_folder_removes_what_killed_writers_left_there(path, tmp_path):
+    (tmp_path / ".llamakv-dead.tmp").touch()
+    check_writable(path, overwrite=True)
+    assert os.listdir(tmp_path) == []

@@ -61,6 +61,9 @@ def test_the_limits_in_the_code_are_those_specified():
     assert limits == {
         "version": format.VERSION,
         "n_index_raw": format.MAX_INDEX_RAW,
+        "n_tokens": format.MAX_TOKENS,
+        "n_sections": format.MAX_SECTIONS,
+        "strings, commas, `[` and `{` of the record, those inside strings not counted": record_json.MAX_MARKS,
         "n_raw of a section": format.MAX_SECTION_RAW,
         "positions and token ids": format.MAX_POSITION,
         "offsets and lengths": format.MAX_FILE,

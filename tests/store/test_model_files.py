@@ -8,7 +8,7 @@ import time
 import blake3
 import pytest
 
-from llamakv.errors import NotASessionError, NotFoundError
+from llamakv.errors import NotASessionError, NotFoundError, ReadError
 from llamakv.store import model_files
 from llamakv.store.model_files import ModelFiles
 
@@ -201,3 +201,22 @@ def test_remembering_keeps_a_digest_that_is_known(cache, tmp_path, hashed, later
     cache.remember(digest, path)
     assert cache.find(digest, n_bytes) == path
     assert hashed == ["m.gguf"]
+
+
+def test_a_pipe_is_refused_as_a_model_and_as_a_memory_without_waiting_for_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ReadError, match="not a regular file"):
+        ModelFiles(tmp_path / "cache").digest(tmp_path / "pipe.gguf")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / "cache" / "model-digests.json")
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    assert ModelFiles(tmp_path / "cache").digest(model)[1] == 4
+
+
+def test_what_a_killed_writer_left_beside_the_memory_is_removed(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".llamakv-dead.tmp").touch()
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    ModelFiles(tmp_path / "cache").digest(tmp_path / "m.gguf")
+    assert os.listdir(tmp_path / "cache") == ["model-digests.json"]

@@ -1,8 +1,10 @@
 """Saving and reading back: what was given comes back, and the file is what FORMAT.md says."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -523,7 +525,9 @@ def test_other_files_are_not_sessions(path, content):
 
 def test_folders_pipes_and_missing_files_are_named_errors(tmp_path):
     os.mkfifo(tmp_path / "pipe.bin")
-    for name in ("", "pipe.bin"):
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path):  # its address has a length limit
+        server.bind("socket.bin")
+    for name in ("", "pipe.bin", "socket.bin"):
         with pytest.raises(NotASessionError):
             read_session(tmp_path / name)
     for name in ("missing.bin", "pipe.bin/x.bin"):
