@@ -13,6 +13,7 @@ import typer
 from llamakv.cli import streams
 from llamakv.cli.commands import chat, inspect, load, save, sessions
 from llamakv.cli.output import Output, exit_status
+from llamakv.cli.signals import ended
 from llamakv.errors import InterruptedByUser, LlamakvError, UsageError, WriteError
 
 PROGRAM = "llamakv"
@@ -104,6 +105,9 @@ def run(arguments: Sequence[str]) -> int:
     except (streams.PipeClosed, BrokenPipeError):
         streams.abandon(sys.stdout)
         return PIPE_CLOSED_STATUS
+    except WriteError as error:  # a failure that could not be written as JSON
+        output.show(error)
+        return error.exit_status
     except OSError as error:
         streams.abandon(sys.stdout)
         output.json = False
@@ -119,7 +123,7 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
     except _UsageFault as fault:
         error = _usage_error(fault, arguments, output)
     except LlamakvError as known:
-        error = known
+        error = _ended_by_signal(known, output) or known
     except (KeyboardInterrupt, typer.Abort):
         error = InterruptedByUser("interrupted", status=130)
     except (streams.PipeClosed, BrokenPipeError):
@@ -131,7 +135,7 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
     except Exception as unexpected:
         if isinstance(unexpected, OSError) and unexpected.errno == errno.ENOSPC and unexpected.filename is None:
             raise  # help that could not be written: anything else that writes says so itself
-        error = _internal_error(unexpected, output)
+        error = _ended_by_signal(unexpected, output) or _internal_error(unexpected, output)
     else:
         if status == InterruptedByUser.exit_status and output.json:
             output.failure(InterruptedByUser("interrupted", status=130))
@@ -142,6 +146,12 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
         traceback.print_exception(error.__cause__)
     output.failure(error)
     return exit_status(error)
+
+
+def _ended_by_signal(error: Exception, output: Output) -> LlamakvError | None:
+    """The signal behind an error: a terminal that closes sends SIGHUP, and can then be neither read nor written."""
+    is_stream = isinstance(error, OSError) or (isinstance(error, WriteError) and "path" not in error.fields)
+    return ended(output.interrupts.ending) if is_stream and output.interrupts.ending is not None else None
 
 
 def _invoke(arguments: Sequence[str], output: Output) -> int:

@@ -46,13 +46,14 @@ def target(root: Path, ref: str) -> Target:
 
 
 def fresh(root: Path, ref: str, *, overwrite: bool, hint: str) -> Target:
-    """A REF to write to that must not be there yet, unless it may be overwritten.
+    """A REF to write to that must not be there yet, unless it may be overwritten. A folder or device that is there is
+    left for the op to refuse.
 
     Raises:
         ExistsError: it is there; ``hint`` says what to do about it.
     """
     found = target(root, ref)
-    if found.path.exists() and not overwrite:
+    if found.path.is_file() and not overwrite:
         raise ExistsError(f"session {shown(found)!r} already exists", hint=hint, path=str(found.path))
     return found
 

@@ -46,6 +46,7 @@ class Repl:
         self._conversation = conversation
         self._root = root
         self._leaving = False
+        self._has_unread_system = False
         self._prompt = Prompt(output.interrupts, config.history_file(), COMMANDS, self._arguments)
         self._actions: dict[str, Callable[[str], None]] = {
             "/help": self._help,
@@ -90,6 +91,7 @@ class Repl:
             elif text.strip():
                 said = text[1:] if text.startswith("//") else text
                 self._reply(lambda reporter: self._conversation.send(said, reporter))
+                self._has_unread_system = False
         except LlamakvError as error:
             output.check()
             output.interrupts.check_ending()
@@ -135,7 +137,8 @@ class Repl:
         target = None
         if ref:
             hint = f"choose another name, or replace it: /save --force {ref}"
-            target = refs.fresh(self._root, ref, overwrite=force, hint=hint)
+            is_own = refs.target(self._root, ref).path == conversation.path
+            target = refs.fresh(self._root, ref, overwrite=force or is_own, hint=hint)
         elif conversation.path is None:
             raise UsageError("this conversation has no session yet", hint="/save NAME")
         path, name = (None, None) if target is None else (target.path, target.name)
@@ -156,6 +159,7 @@ class Repl:
             )
         with running(self._output) as reporter:
             self._conversation.load(found.path, reporter)
+        self._has_unread_system = False
         self._output.note(describe.opened_line(refs.shown(found), self._conversation.opened))
         self._recall()
 
@@ -171,6 +175,7 @@ class Repl:
         if argument:
             with running(self._output) as reporter:
                 self._conversation.set_system(argument, reporter)
+            self._has_unread_system = True
             self._output.note("system prompt set")
             return
         current = [message.content for message in self._conversation.messages if message.role == "system"]
@@ -213,6 +218,8 @@ class Repl:
 
     def _farewell(self) -> None:
         path = self._conversation.path
+        if self._has_unread_system:
+            self._output.note("the new system prompt is not saved: nothing was said under it")
         if self._is_unsaved():
             self._output.note("this conversation was not saved; next time: llamakv chat --save NAME")
         elif path is not None and path.exists():

@@ -79,10 +79,17 @@ def sampling_options(sampling: SamplingGroup) -> SamplingOptions:
         penalty_last_n=sampling.penalty_last_n,
         seed=sampling.seed,
         logit_bias=_each(sampling.logit_bias, split_bias),
-        grammar=None if sampling.grammar is None else read_text(str(sampling.grammar)),
+        grammar=None if sampling.grammar is None else _read_grammar(str(sampling.grammar)),
         max_tokens=sampling.max_tokens,
         stop=_each(sampling.stop, str),
     )
+
+
+def _read_grammar(file: str) -> str:
+    text = read_text(file)
+    if not text.strip():  # the engine takes an empty grammar for none
+        raise UsageError(f"the grammar {input_name(file)} is empty", path=file)
+    return text
 
 
 def compress(memory: MemoryGroup) -> Compress:

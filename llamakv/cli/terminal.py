@@ -42,6 +42,7 @@ class Prompt:
             completer=_Commands(commands, arguments),
             key_bindings=_bindings(),
             multiline=True,
+            enable_suspend=True,
             prompt_continuation=_continuation,
             color_depth=None if config.wants_colour() else ColorDepth.DEPTH_1_BIT,
             reserve_space_for_menu=4,
@@ -118,6 +119,10 @@ def _bindings() -> KeyBindings:
             event.current_buffer.reset()
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @keys.add("<vt100-mouse-event>")
+    def _no_mouse(_: KeyPressEvent) -> None:
+        """prompt_toolkit takes a colour code that is pasted as keys for the mouse, and breaks on it."""
 
     return keys
 

@@ -124,7 +124,10 @@ def test_slash_commands(chat: Callable[..., Screen], home: Path) -> None:
     assert "1 turn" in screen.say("/stats")
     assert "4 generated" in screen.say("/retry")
     assert "saved one: " in screen.say("/save one")
-    assert "already exists" in screen.say("/save one")
+    assert "saved one: " in screen.say("/save one")
+    (home / "store" / "two.bin").write_bytes((home / "store" / "one.bin").read_bytes())
+    assert "already exists" in screen.say("/save two")
+    assert "it is a folder" in screen.say("/save store/")
     assert "saved one: " in screen.say("/save --force one")
     assert "took back 2 messages" in screen.say("/undo")
     assert "nothing to take back" in screen.say("/undo")
@@ -208,6 +211,47 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_leaves_an_empty_one(chat: Call
     status, last = screen.leave(_INTERRUPT)
     assert status == 130
     assert "error" not in last
+
+
+def test_a_system_prompt_nothing_was_said_under_is_not_lost_in_silence(chat: Callable[..., Screen]) -> None:
+    screen = chat("--save", "s.bin", *FEW)
+    screen.prompt()
+    screen.say("/system be brief")
+    assert "the new system prompt is not saved" in screen.leave()[1]
+    again = chat("--save", "s.bin", *FEW)
+    again.prompt()
+    again.say("/system be brief")
+    again.say("hi")
+    assert "system prompt" not in again.leave()[1]
+
+
+def test_odd_keys_neither_break_the_prompt_nor_get_into_the_message(chat: Callable[..., Screen], home: Path) -> None:
+    screen = chat("--save", "s.bin", *FEW)
+    screen.prompt()
+    screen.say("a\x1b[31mb\x07c")
+    assert _contents(home / "s.bin", "user") == ["abc"]
+    screen.child.send("\x1a")
+    screen.prompt()
+    screen.say("d")
+    assert _contents(home / "s.bin", "user") == ["abc", "d"]
+
+
+@pytest.mark.parametrize("during", ["prompt", "reply"])
+def test_a_terminal_that_closes_keeps_everything_and_is_129(
+    chat: Callable[..., Screen], home: Path, during: str
+) -> None:
+    screen = chat("--save", "s.bin", *ENDLESS)
+    screen.prompt()
+    screen.child.send("go on\r")
+    screen.child.expect("[a-z]+ [a-z]+ [a-z]+")
+    if during == "prompt":
+        screen.child.send(_INTERRUPT)
+        screen.prompt()
+    pid = screen.child.pid
+    screen.child.ptyproc.fileobj.close()
+    screen.child.ptyproc.terminated = True
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert len(_contents(home / "s.bin", "assistant")) == 1
 
 
 @pytest.mark.parametrize("during", ["prompt", "reply"])

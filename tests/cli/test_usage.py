@@ -38,6 +38,8 @@ from tests.cli.conftest import Ran, make_session
         (("rm", "session.bin"), "removing needs -y where nobody can be asked"),
         (("inspect", "session.bin", "--history", "--tokens"), "--history and --tokens exclude each other"),
         (("chat", "--grammar", "folder", "--message", "x"), "'folder' is a directory, expected a text file"),
+        (("chat", "--grammar", "empty", "--message", "x"), "the grammar empty is empty"),
+        (("chat", "--message", "first", "--message", " "), "a message is empty"),
         (("ls", "../up"), "got unexpected extra argument"),
         (("inspect", ".hidden"), "not a session name: '.hidden': it begins with '.'"),
     ],
@@ -108,6 +110,13 @@ def test_a_session_that_exists_is_11_and_is_left_alone(run: Callable[..., Ran], 
         "hint: go on with it: llamakv chat --resume session.bin (or replace it: --force)\n"
     )
     assert session.read_bytes() == before
+
+
+def test_a_folder_is_no_session_to_go_on_with(run: Callable[..., Ran], home: Path, model: Path) -> None:
+    (home / "folder").mkdir()
+    ran = run("chat", "--save", "folder/", "--message", "hi")
+    assert (ran.status, ran.out) == (16, "")
+    assert ran.err == "error: cannot write 'folder': it is a folder\n"
 
 
 def test_markup_in_names_is_printed_as_it_is(run: Callable[..., Ran]) -> None:

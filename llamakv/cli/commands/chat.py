@@ -61,6 +61,8 @@ def chat(
     from llamakv.cli import refs
     from llamakv.ops.requests import ChatRequest
 
+    if any(not text.strip() for text in message or ()):
+        raise UsageError("a message is empty", hint="give --message a text")
     root = config.store_dir(store.store)
     found = None if resume is None else refs.existing(root, resume, hint=f"begin it: llamakv chat --save {resume}")
     kept = None
@@ -140,8 +142,6 @@ def _answer_all(output: Output, conversation: Conversation, texts: Iterator[str]
             output.note(describe.opened_line(resumed, conversation.opened))
     n_answers = 0
     for text in texts:
-        if not text.strip():
-            raise UsageError("a message is empty", hint="give --message a text")
         with running(output, text=None if output.json else output.stream) as reporter:
             answer = conversation.send(text, reporter)
         output.check()
