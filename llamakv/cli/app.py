@@ -14,7 +14,7 @@ from llamakv.cli import streams
 from llamakv.cli.commands import chat, inspect, load, save, sessions
 from llamakv.cli.output import Output, exit_status
 from llamakv.cli.signals import ended
-from llamakv.errors import InterruptedByUser, LlamakvError, UsageError, WriteError
+from llamakv.errors import AbortedError, InterruptedByUser, LlamakvError, UsageError, WriteError
 
 PROGRAM = "llamakv"
 PIPE_CLOSED_STATUS = 141
@@ -149,9 +149,11 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
 
 
 def _ended_by_signal(error: Exception, output: Output) -> LlamakvError | None:
-    """The signal behind an error: a terminal that closes sends SIGHUP, and can then be neither read nor written."""
+    """The signal behind an error: an op that was told to stop, or a stream that broke, since a terminal that closes
+    sends SIGHUP, and can then be neither read nor written."""
     is_stream = isinstance(error, OSError) or (isinstance(error, WriteError) and "path" not in error.fields)
-    return ended(output.interrupts.ending) if is_stream and output.interrupts.ending is not None else None
+    is_stop = isinstance(error, InterruptedByUser | AbortedError)
+    return ended(output.interrupts.ending) if (is_stream or is_stop) and output.interrupts.ending is not None else None
 
 
 def _invoke(arguments: Sequence[str], output: Output) -> int:

@@ -138,6 +138,10 @@ class Output:
         if not self.quiet:
             self._say(f"note: {text}", _YELLOW, n_styled=len("note:"))
 
+    def warning(self, text: str) -> None:
+        """A line that must be seen, ``-q`` or not."""
+        self._say(f"warning: {text}", _YELLOW, n_styled=len("warning:"))
+
     def log(self, text: str) -> None:
         """The engine's own log, as it comes."""
         with contextlib.suppress(OSError, ValueError):

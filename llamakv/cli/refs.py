@@ -27,7 +27,7 @@ def existing(root: Path, ref: str, *, hint: str | None = "llamakv ls") -> Target
     from llamakv.ops import sessions
 
     found = Target(ref=ref, path=sessions.resolve(root, ref), name=sessions.session_name(root, ref))
-    if not found.path.exists():
+    if not _is_there(found.path):
         raise NotFoundError(f"session {shown(found)!r} does not exist", hint=hint, path=str(found.path))
     return found
 
@@ -56,6 +56,17 @@ def fresh(root: Path, ref: str, *, overwrite: bool, hint: str) -> Target:
     if found.path.is_file() and not overwrite:
         raise ExistsError(f"session {shown(found)!r} already exists", hint=hint, path=str(found.path))
     return found
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something; where that cannot be told for want of permission, the op is to say so."""
+    try:
+        path.lstat()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def shown(found: Target) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -96,7 +97,7 @@ class Repl:
             output.check()
             output.interrupts.check_ending()
             if error.exit_status == InterruptedByUser.exit_status:
-                output.note("interrupted")
+                output.note(error.message)
             else:
                 output.show(error)
         output.interrupts.check_ending()
@@ -119,6 +120,8 @@ class Repl:
             raise UsageError(
                 f"no command {name!r}; nothing was sent", hint="/help lists them; //text sends text that begins with /"
             )
+        if argument.strip() and "  " not in COMMANDS.get(name, ""):
+            raise UsageError(f"{name} takes nothing behind it", hint="/help lists the commands")
         action(argument.strip())
 
     def _arguments(self, command: str) -> Iterable[str]:
@@ -175,7 +178,7 @@ class Repl:
         if argument:
             with running(self._output) as reporter:
                 self._conversation.set_system(argument, reporter)
-            self._has_unread_system = True
+            self._has_unread_system = not self._conversation.stats().n_turns
             self._output.note("system prompt set")
             return
         current = [message.content for message in self._conversation.messages if message.role == "system"]
@@ -222,7 +225,7 @@ class Repl:
             self._output.note("the new system prompt is not saved: nothing was said under it")
         if self._is_unsaved():
             self._output.note("this conversation was not saved; next time: llamakv chat --save NAME")
-        elif path is not None and path.exists():
+        elif path is not None and os.path.lexists(path):
             is_named = path.parent == self._root == config.store_dir(None)
             ref = path.name.removesuffix(".bin") if is_named else str(path)
             self._output.note(f"go on with: llamakv chat --resume {shlex.quote(ref)}")

@@ -32,6 +32,10 @@ def running(output: Output, *, text: Callable[[str], None] | None = None) -> Ite
         line.clear()
         output.notice(message)
 
+    def on_warning(message: str) -> None:
+        line.clear()
+        output.warning(message)
+
     def on_text(piece: str) -> None:
         interrupts.note_phase("")
         line.clear()
@@ -43,6 +47,12 @@ def running(output: Output, *, text: Callable[[str], None] | None = None) -> Ite
 
     with interrupts.op():
         try:
-            yield Reporter(notice=on_notice, progress=on_progress, text=on_text, should_abort=should_abort)
+            yield Reporter(
+                notice=on_notice,
+                warning=on_warning,
+                progress=on_progress,
+                text=on_text,
+                should_abort=should_abort,
+            )
         finally:
             line.clear()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llamakv.engine.contract import ModelInfo
+from llamakv.engine.contract import ModelInfo, Rewound
 from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_again, plan_turn
 from llamakv.engine.room import no_room
-from llamakv.errors import AbortedError, MismatchError, UsageError
+from llamakv.errors import AbortedError, MismatchError, NotFoundError, StoreError, UsageError
 from llamakv.ops.keeping import Keeper
+from llamakv.ops.matching import reasons_to_recompute
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.reading import placed, tokenise
 from llamakv.ops.reply import write_reply
-from llamakv.ops.requests import Answer, Opened, Reporter, Saved
+from llamakv.ops.requests import Answer, Opened, Reporter, ResumeOptions, Saved
 from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
 from llamakv.store.session_file import SessionInfo, SessionReader, check_writable, read_session
 
@@ -224,11 +225,11 @@ class Conversation:
         started = time.perf_counter()
         if self._sampling.temperature <= 0:
             reporter.notice("temperature is 0: the reply will be the same")
-        self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**32)
         with self._undoing():
-            self._go_back(self._messages[-1].p0, reporter)
+            self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**32)
+            reused = self._go_back(self._messages[-1].p0, reporter).n_kept
             self._messages = self._messages[:-1]
-            answer = self._reply(self._model.sequence.n_cells, started, reporter)
+            answer = self._reply(reused, started, reporter)
         return self._saved(answer, reporter)
 
     def undo(self, reporter: Reporter) -> int:
@@ -241,7 +242,7 @@ class Conversation:
         if last is None or self._messages[last].is_open:
             raise UsageError("there is nothing to take back")
         n_removed = len(self._messages) - last
-        self._go_back(self._messages[last].p0, reporter)
+        self._totals["evaluated"] += self._go_back(self._messages[last].p0, reporter).n_evaluated
         self._messages = self._messages[:last]
         if self._path is not None and self._keeper.stored is not None:
             if self._model.sequence.tokens:
@@ -266,6 +267,7 @@ class Conversation:
             return
         with self._undoing():
             self._read(plan_again(self._template, wanted), wanted, reporter)
+            self._model.sequence.mark()
         if self._path is not None:
             self._save_turn(reporter)
 
@@ -306,12 +308,24 @@ class Conversation:
                 expected=record.identity.digest,
                 actual=self._model.identity.digest,
             )
+        other = reasons_to_recompute(record, self._model.model.versions, ResumeOptions())
+        if other:
+            raise MismatchError(
+                f"{path} cannot be taken over as it is: {'; '.join(other)}",
+                hint=f"leave this chat and run: llamakv chat --resume {path}",
+            )
         started = time.perf_counter()
-        info = self._model.restore_beside(info, reporter)
+        checked: list[tuple[Chat, ChatTemplate]] = []
+
+        def accept(info: SessionInfo) -> None:
+            chat = chat_of(info)
+            now_s = info.record.lineage.created_s
+            checked.append((chat, template_of(self._model, chat.template, now_s=now_s)))
+
+        info = self._model.restore_beside(info, reporter, accept)
         record = info.record
-        chat = chat_of(info)
+        chat, self._template = checked[0]
         self._keeper.replace_stored(info)
-        self._template = template_of(self._model, chat.template, now_s=record.lineage.created_s)
         self._messages, self._wanted_system = chat.messages, None
         self._sampling, self._path, self._name = record.sampling, path, None
         self.opened = Opened(
@@ -373,16 +387,18 @@ class Conversation:
             ]
             why = "there is a new system prompt" if changed else "the template writes earlier messages differently now"
             reporter.notice(f"{why}: {n_new:,} tokens are read again")
-        if plan.n_keep < len(sequence.tokens):
-            self._go_back(plan.n_keep, reporter)
         reused = sequence.n_cells
+        if plan.n_keep < len(sequence.tokens):
+            reused = self._go_back(plan.n_keep, reporter).n_kept
+        tokens = [token for _, piece in pieces for token in piece]
         sequence.extend(
-            [token for _, piece in pieces for token in piece],
+            tokens,
             replace_pending=plan.replace_pending,
             on_progress=lambda done, total: reporter.progress("prefill", done, total),
             should_abort=reporter.should_abort,
         )
-        self._messages = placed(wanted, plan, pieces, end=len(sequence.tokens))
+        gives_way = plan.replace_pending and not self._model.model.is_end(tokens[0])
+        self._messages = placed(wanted, plan, pieces, end=len(sequence.tokens), end_gives_way=gives_way)
         self._wanted_system = None
         return reused
 
@@ -400,6 +416,7 @@ class Conversation:
 
     def _put_back(self, before: list[int]) -> None:
         sequence = self._model.sequence
+        self._fetch_tails()
         same = 0
         for old, new in zip(before, sequence.tokens, strict=False):
             if old != new:
@@ -409,7 +426,7 @@ class Conversation:
         if before[same:]:
             sequence.extend(before[same:])
 
-    def _go_back(self, n_tokens: int, reporter: Reporter) -> None:
+    def _go_back(self, n_tokens: int, reporter: Reporter) -> Rewound:
         sequence = self._model.sequence
         self._fetch_tails()
         n_before = sequence.n_cells
@@ -419,7 +436,7 @@ class Conversation:
                 f"this model's memory cannot go back from {n_before:,} to {sequence.n_cells:,} tokens: "
                 f"{result.n_evaluated:,} tokens were read again"
             )
-            self._totals["evaluated"] += result.n_evaluated
+        return result
 
     def _fetch_tails(self) -> None:
         """Give the sequence the places in its file that it could go back to."""
@@ -428,8 +445,9 @@ class Conversation:
         tails = [s for s in tails if s.p1 <= sequence.n_settled]
         if stored is None or not tails:
             return
-        with SessionReader(stored.path) as reader:
-            if reader.info.generation == stored.generation:
+        # without them the tokens are read again
+        with suppress(StoreError, NotFoundError), SessionReader(stored.path) as reader:
+            if reader.info.commit == stored.commit:
                 for section in reader.read(tails):
                     sequence.remember(section)
 

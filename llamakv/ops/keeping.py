@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Keeper:
             if not aside_on_conflict:
                 raise
             info = self._save_aside(path, record, error, reporter)
-            asked, n_before = path, 0
+            asked, n_before = (None if info.path == path else path), 0
         sequence.settle()
         self._stored = info
         n_written = info.n_file_bytes - n_before if info.n_file_bytes > n_before else info.n_file_bytes
@@ -125,7 +125,7 @@ class Keeper:
                 info = self._create(place, record, reporter, overwrite=False)
             except ExistsError:
                 continue
-            reporter.notice(f"{error.message}; saved to {place} instead")
+            reporter.warning(f"{error.message}; saved to {place} instead")
             return info
         raise error
 
@@ -173,12 +173,17 @@ class Keeper:
         return Lineage(
             session_id=uuid.uuid4().hex,
             parent_id=parent.session_id,
-            parent_position=min(len(self._stored.record.tokens), len(self._opened.sequence.tokens)),
+            parent_position=n_common(self._stored.record.tokens, self._opened.sequence.tokens),
             tags=parent.tags,
             created_s=time.time(),
             updated_s=time.time(),
             llamakv_version=__version__,
         )
+
+
+def n_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def sections_to_keep(sections: tuple[StoredSection, ...], n_settled: int) -> tuple[StoredSection, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, UsageError
@@ -47,7 +48,10 @@ def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
                 overwrite=request.overwrite,
                 name=request.name,
             )
-            return _answer(conversation, request.prompt, reporter)
+            answer = _answer(conversation, request.prompt, reporter)
+            if back.evaluated:  # what had to be read again now was no saved work
+                answer = replace(answer, reused=0, evaluated=answer.evaluated + answer.reused)
+            return answer
         return _continue(request, opened, keeper, info, back, sampling, started, reporter)
 
 

@@ -64,6 +64,7 @@ def find_model(request: ModelRequest, wanted: ModelIdentity | None, reporter: Re
     else:
         path = request.path or _find_by_content(files, request, wanted)
     _check_is_file(path, "model")
+    _check_is_gguf(path)
     stamp = stamp_of(path)
     value, n_bytes = digest(path)
     adapters = _find_adapters(files, request, wanted)
@@ -132,6 +133,17 @@ def _check_is_file(path: Path, what: str) -> None:
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise UsageError(f"the {what} file {path} is {kind}", path=str(path))
+
+
+def _check_is_gguf(path: Path) -> None:
+    """Say that a file is no model before its content is compared with a session's."""
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelFileError(f"cannot read the model file {path}: {error.strerror}", path=str(path)) from error
+    if not is_gguf:
+        raise ModelFileError(f"{path} is not a GGUF model file", path=str(path))
 
 
 def describe(identity: ModelIdentity) -> str:

@@ -122,9 +122,11 @@ class OpenModel:
         self._sequence = fresh
         return fresh
 
-    def restore_beside(self, info: SessionInfo, reporter: Reporter) -> SessionInfo:
+    def restore_beside(
+        self, info: SessionInfo, reporter: Reporter, accept: Callable[[SessionInfo], None]
+    ) -> SessionInfo:
         """Restore another session of the same model into a context of its own, which becomes the live one only when
-        all went well. Returns what was read, as ``restore_from_file`` does."""
+        all went well, ``accept`` of what was read included. Returns what was read, as ``restore_from_file`` does."""
         fresh = self.model.open_sequence(
             self.memory,
             n_ctx_min=len(info.record.tokens),
@@ -133,6 +135,7 @@ class OpenModel:
         )
         try:
             info = restore_from_file(fresh, info, reporter)
+            accept(info)
         except BaseException:
             fresh.close()
             raise
@@ -185,7 +188,7 @@ def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Rep
     """
     with SessionReader(before.path) as reader:
         info = reader.info
-        if info.record.lineage.session_id != before.record.lineage.session_id:
+        if _made_by(info) != _made_by(before):
             raise MismatchError(f"{before.path} was replaced by another session while it was opened")
         tokens = info.record.tokens
         wanted = sections_to_restore(info.sections)
@@ -197,6 +200,12 @@ def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Rep
 
         sequence.restore(tokens, counted())
     return info
+
+
+def _made_by(info: SessionInfo) -> tuple[object, ...]:
+    """What a newer state of the same session must have in common with the older one, which was checked."""
+    record = info.record
+    return record.lineage.session_id, record.identity, record.settings, record.versions
 
 
 def resume(
@@ -255,7 +264,7 @@ def _bring_back(
         record = info.record
         reused, evaluated = sequence.n_cells, 0
     if record.lineage.note.startswith(INCOMPLETE):
-        reporter.notice(f"{info.path} is {record.lineage.note}; the command that saved it, again, reads the rest")
+        reporter.warning(f"{info.path} is {record.lineage.note}; the command that saved it, again, reads the rest")
     return (
         opened,
         info,

@@ -30,13 +30,23 @@ def tokenise(opened: OpenModel, pieces: Sequence[Piece], *, at_start: bool) -> l
 
 
 def placed(
-    wanted: Sequence[Message], plan: TurnPlan, pieces: Sequence[tuple[int, list[int]]], *, end: int
+    wanted: Sequence[Message],
+    plan: TurnPlan,
+    pieces: Sequence[tuple[int, list[int]]],
+    *,
+    end: int,
+    end_gives_way: bool = False,
 ) -> tuple[Message, ...]:
     """The messages with the token ranges they were read at: those a plan keeps as they are keep theirs, the last one
-    ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it."""
+    ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it.
+
+    ``end_gives_way``: the end token of the reply before was replaced by text of the first piece, which going back to
+    that reply must not leave behind."""
     first_new = 0 if plan.n_keep == 0 else len(wanted) - 1
     index = first_new if plan.rewritten_from is None else plan.rewritten_from
-    messages, position = list(wanted), plan.n_keep
+    messages, position = list(wanted), plan.n_keep - end_gives_way
+    if end_gives_way:
+        messages[index - 1] = replace(messages[index - 1], p1=position)
     for last, tokens in pieces:
         for i in range(index, last):
             messages[i] = replace(messages[i], p0=position, p1=position)

@@ -86,11 +86,13 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """Callbacks of an op. ``notice`` takes one line meant for the user; ``progress`` a phase (``"digest"``, ``"load"``,
+    """Callbacks of an op. ``notice`` takes one line meant for the user, ``warning`` one that must not be hidden;
+    ``progress`` a phase (``"digest"``, ``"load"``,
     ``"prefill"``, ``"restore"``, ``"save"``), what is done and the total (bytes for ``digest`` and ``load``, else
     tokens); ``text`` text of the reply as it comes; ``should_abort`` is asked often and must be quick."""
 
     notice: Callable[[str], None] = _ignore
+    warning: Callable[[str], None] = _ignore
     progress: Callable[[str, int, int], None] = _ignore
     text: Callable[[str], None] = _ignore
     should_abort: Callable[[], bool] = _never

@@ -6,13 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
 from llamakv.ops.conversation import CHAT_SAMPLING, template_of
-from llamakv.ops.keeping import Keeper
+from llamakv.ops.keeping import Keeper, n_common
 from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import INCOMPLETE, OpenModel, resume
 from llamakv.ops.reading import tokenise
@@ -181,14 +180,17 @@ def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | Non
 def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter, keep: Callable[..., Saved]) -> tuple[int, bool]:
     """Evaluate what is not there yet, keeping it now and then; returns the cells that were there, and whether all was
     read. The stretches between are whole batches, so that they change nothing in how the text is cut into batches."""
-    n_there = 0
+    n_there = reused = 0
     if opened.has_sequence:
         sequence = opened.sequence
-        n_there = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence.tokens, tokens, strict=False)))
-        sequence.rewind(n_there)
+        n_there = n_common(sequence.tokens, tokens)
+        rewound = sequence.rewind(n_there, should_abort=reporter.should_abort)
+        reused = rewound.n_kept
+        if rewound.n_evaluated:
+            reporter.notice(f"this model's memory cannot go back: {rewound.n_evaluated:,} tokens were read again")
     else:
         sequence = opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
-    reused, total = sequence.n_cells, len(tokens) - 1
+    total = len(tokens) - 1
     if len(tokens) > sequence.n_ctx_max:
         sequence.extend(tokens[n_there:])  # raises, before a part of it is read
     kept_s = time.monotonic()

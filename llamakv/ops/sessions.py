@@ -90,9 +90,10 @@ def verify(path: Path) -> SessionInfo:
 
 
 def compact(path: Path) -> SessionInfo:
-    """Rewrite a session file without dead bytes.
+    """Rewrite a session file without dead bytes, after every section was checked.
 
     Raises:
-        LockedError, WriteError, FormatError: the file is as it was.
+        DamagedError, LockedError, WriteError, FormatError: the file is as it was.
     """
+    verify(path)
     return compact_session(path)

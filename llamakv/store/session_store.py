@@ -43,6 +43,8 @@ class SessionStore:
         """
         if "\0" in ref or not ref:
             raise UsageError(f"not a session name: {ref!r}", name=ref)
+        if ref.endswith(os.sep) or os.path.basename(ref) == SUFFIX:
+            raise UsageError(f"{ref!r} names a folder or nothing, not a session file", name=ref)
         if _has_separator(ref) or ref.endswith(SUFFIX) or os.path.isfile(ref):
             return Path(ref)
         return self.root / (check_name(ref) + SUFFIX)

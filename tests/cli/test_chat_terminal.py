@@ -127,7 +127,7 @@ def test_slash_commands(chat: Callable[..., Screen], home: Path) -> None:
     assert "saved one: " in screen.say("/save one")
     (home / "store" / "two.bin").write_bytes((home / "store" / "one.bin").read_bytes())
     assert "already exists" in screen.say("/save two")
-    assert "it is a folder" in screen.say("/save store/")
+    assert "not a session file" in screen.say("/save store/")
     assert "saved one: " in screen.say("/save --force one")
     assert "took back 2 messages" in screen.say("/undo")
     assert "nothing to take back" in screen.say("/undo")

@@ -44,7 +44,8 @@ class TestSave:
         assert f"{info.record.tokens and len(info.record.tokens) - 1} evaluated" in ran.out
 
     def test_names_go_to_the_store(self, run: Callable[..., Ran], model: Path, text_file: Path, home: Path) -> None:
-        assert run("save", "-f", text_file, "text", "-q").out.startswith("saved text: ")
+        assert run("save", "-f", text_file, "text").out.startswith("saved text: ")
+        assert run("save", "-f", text_file, "other", "-q").out == ""
         assert (home / "store" / "text.bin").stat().st_mode & 0o777 == 0o600
         assert read_session(home / "store" / "text.bin").record.lineage.name == "text"
 

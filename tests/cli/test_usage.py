@@ -115,6 +115,9 @@ def test_a_session_that_exists_is_11_and_is_left_alone(run: Callable[..., Ran], 
 def test_a_folder_is_no_session_to_go_on_with(run: Callable[..., Ran], home: Path, model: Path) -> None:
     (home / "folder").mkdir()
     ran = run("chat", "--save", "folder/", "--message", "hi")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("error: 'folder/' names a folder or nothing, not a session file\n")
+    ran = run("chat", "--save", "./folder", "--message", "hi")
     assert (ran.status, ran.out) == (16, "")
     assert ran.err == "error: cannot write 'folder': it is a folder\n"
 

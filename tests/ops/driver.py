@@ -39,6 +39,7 @@ class Heard:
     def reporter(self) -> Reporter:
         return Reporter(
             notice=self.notices.append,
+            warning=self.notices.append,
             progress=lambda phase, done, total: self.phases.append((phase, done, total)),
             text=self.texts.append,
             should_abort=self._asked,

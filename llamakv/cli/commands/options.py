@@ -160,7 +160,7 @@ class SamplingGroup:
     temperature: Annotated[
         float | None,
         _option(SAMPLING, "--temperature", metavar="X", parser=real(0.0, 100.0),
-                help="0 always takes the likeliest token (default: 0.5)."),
+                help="0 always takes the likeliest token (default: the session's, else 0.3)."),
     ] = None  # fmt: skip
     seed: Annotated[
         int | None,
@@ -169,8 +169,8 @@ class SamplingGroup:
     ] = None  # fmt: skip
     max_tokens: Annotated[
         int | None,
-        _option(SAMPLING, "--max-tokens", metavar="N", parser=whole(1, 2**31 - 1),
-                help="Longest reply, in tokens (default: 1024)."),
+        _option(SAMPLING, "--max-tokens", metavar="N", parser=whole(-1, 2**31 - 1),
+                help="Longest reply, in tokens; -1 is no limit (default: the session's, else 1024)."),
     ] = None  # fmt: skip
     stop: Annotated[
         list[str] | None,
@@ -180,17 +180,17 @@ class SamplingGroup:
     top_k: Annotated[
         int | None,
         _option(SAMPLING, "--top-k", metavar="N", parser=whole(0, 2**31 - 1),
-                help="Choose among the N likeliest; 0 is off (default: 40)."),
+                help="Choose among the N likeliest; 0 is off (default: the session's, else 40)."),
     ] = None  # fmt: skip
     top_p: Annotated[
         float | None,
         _option(SAMPLING, "--top-p", metavar="P", parser=real(0.0, 1.0),
-                help="Choose among the likeliest that add up to P; 1 is off (default: 0.95)."),
+                help="Choose among the likeliest that add up to P; 1 is off (default: the session's, else 0.95)."),
     ] = None  # fmt: skip
     min_p: Annotated[
         float | None,
         _option(SAMPLING, "--min-p", metavar="P", parser=real(0.0, 1.0),
-                help="Leave out those less than P times as likely as the first; 0 is off (default: 0.05)."),
+                help="Leave out those under P times the likeliest; 0 is off (default: the session's, else 0.05)."),
     ] = None  # fmt: skip
     repeat_penalty: Annotated[
         float | None,

@@ -112,7 +112,8 @@ def _tell(output: Output, shown: str, result: SaveResult) -> None:
             rate(result.evaluated, result.elapsed_s),
             f"{size(info.n_stored_bytes)} for {size(info.n_raw_bytes)} of state",
         ]
-        output.write(" · ".join(part for part in parts if part) + "\n")
+        if not output.quiet:
+            output.write(" · ".join(part for part in parts if part) + "\n")
         if not result.complete:
             output.show(ended)
     if not result.complete:

@@ -17,6 +17,7 @@ from llamakv.records import EngineVersions
 
 __all__ = [
     "CACHE_TYPES",
+    "NEEDED",
     "NativeLog",
     "Pointer",
     "api",
@@ -29,17 +30,17 @@ __all__ = [
 ]
 
 CACHE_TYPES = {
-    "f32": api.GGML_TYPE_F32,
-    "f16": api.GGML_TYPE_F16,
+    "f32": 0,
+    "f16": 1,
     "bf16": 30,
-    "q8_0": api.GGML_TYPE_Q8_0,
-    "q5_1": api.GGML_TYPE_Q5_1,
-    "q5_0": api.GGML_TYPE_Q5_0,
-    "q4_1": api.GGML_TYPE_Q4_1,
-    "q4_0": api.GGML_TYPE_Q4_0,
-    "iq4_nl": api.GGML_TYPE_IQ4_NL,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 20,
 }
-"""Cache types llama.cpp takes, by name; 30 is GGML_TYPE_BF16 in ggml.h, which the binding does not name."""
+"""Cache types llama.cpp takes: names and their numbers in ggml.h (ggml_type)."""
 
 _DEBUG, _WARN = 1, 3  # ggml_log_level in ggml.h
 _N_KEPT_LINES = 400
@@ -97,15 +98,34 @@ def native_log() -> NativeLog:
     return NativeLog()
 
 
+NEEDED = """
+    LLAMA_STATE_SEQ_VERSION ggml_abort_callback llama_adapter_lora_init llama_adapter_lora_p_ctypes
+    llama_batch_free llama_batch_init llama_context_default_params llama_decode llama_free llama_ftype_name
+    llama_get_logits_ith llama_get_memory llama_init_from_model llama_log_callback llama_log_set
+    llama_logit_bias llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_pos_min llama_memory_seq_rm
+    llama_model_chat_template llama_model_default_params llama_model_free llama_model_ftype
+    llama_model_get_vocab llama_model_has_decoder llama_model_is_diffusion llama_model_is_hybrid
+    llama_model_is_recurrent llama_model_load_from_file llama_model_meta_val_str llama_model_n_ctx_train
+    llama_model_n_layer llama_model_n_swa llama_model_size llama_n_ctx llama_progress_callback
+    llama_sampler_accept llama_sampler_chain_add llama_sampler_chain_default_params llama_sampler_chain_init
+    llama_sampler_chain_n llama_sampler_chain_remove llama_sampler_free llama_sampler_init_dist
+    llama_sampler_init_grammar llama_sampler_init_greedy llama_sampler_init_logit_bias llama_sampler_init_min_p
+    llama_sampler_init_penalties llama_sampler_init_temp llama_sampler_init_top_k llama_sampler_init_top_p
+    llama_sampler_sample llama_set_adapters_lora llama_state_seq_get_data_ext llama_state_seq_get_size_ext
+    llama_state_seq_set_data_ext llama_supports_gpu_offload llama_token_to_piece llama_tokenize llama_version
+    llama_vocab_bos llama_vocab_eos llama_vocab_eot llama_vocab_get_add_bos llama_vocab_get_attr
+    llama_vocab_get_text llama_vocab_is_eog llama_vocab_n_tokens llama_vocab_sep llama_vocab_type
+""".split()  # noqa: SIM905
+"""All that llamakv takes from the binding; a test compares the list with the code."""
+
+
 def require_functions() -> None:
     """Check that the binding has what llamakv calls.
 
     Raises:
         UsageError: a function is missing; names the versions that are supported.
     """
-    needed = ("llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext", "llama_memory_seq_cp",
-              "llama_set_adapters_lora", "llama_set_abort_callback", "llama_sampler_chain_remove")  # fmt: skip
-    missing = [name for name in needed if not hasattr(api, name)]
+    missing = [name for name in NEEDED if not hasattr(api, name)]
     if missing:
         have = metadata.version("llama-cpp-python")
         raise UsageError(

@@ -232,6 +232,8 @@ class LlamaSequence:
         if not tokens:
             raise ValueError("a session has at least one token")
         self._check_tokens(tokens)
+        if len(tokens) > self._n_ctx_max:
+            self._ensure_room(len(tokens))  # raises, while the sequence is still there
         self._forget()
         self._ensure_room(len(tokens))
         n_cells = len(tokens) - 1
