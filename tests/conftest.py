@@ -1,6 +1,7 @@
 """Model files for every test: tiny ones written once per run, real ones from installed packages."""
 
 import os
+import signal
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,9 @@ from llamakv.cli.config import prepare_engine
 from tests.models import writer
 
 prepare_engine()  # as the program does, before anything imports the engine
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; programs started by tests would inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class TinyModels:
