@@ -6,22 +6,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from llamakv.ops.conversation import (
-    CHAT_SAMPLING,
-    Conversation,
-    ConversationStats,
-    chat_of,
-    conversation_of,
-    template_of,
-)
+from llamakv.ops.conversation import Conversation, ConversationStats
 from llamakv.ops.keeping import Keeper
-from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
+from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.reading import chat_of, template_of
 from llamakv.ops.requests import ChatRequest, Opened, Reporter
-from llamakv.records import Message
+from llamakv.records import Message, Sampling, SessionRecord
 from llamakv.store.session_file import check_writable, read_session
 
-__all__ = ["Conversation", "ConversationStats", "open_chat"]
+__all__ = ["Conversation", "ConversationStats", "conversation_of", "open_chat"]
 
 
 def open_chat(request: ChatRequest, reporter: Reporter) -> Conversation:
@@ -83,3 +77,31 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
     except BaseException:
         opened.close()
         raise
+
+
+def conversation_of(
+    opened: OpenModel,
+    keeper: Keeper,
+    back: Opened,
+    record: SessionRecord,
+    *,
+    sampling: Sampling,
+    path: Path | None,
+    overwrite: bool = False,
+    name: str | None = None,
+) -> Conversation:
+    """The conversation of a session that is back in memory."""
+    assert record.chat is not None
+    template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
+    return Conversation(
+        opened,
+        keeper,
+        back,
+        template=template,
+        messages=record.chat.messages,
+        wanted_system=None,
+        sampling=sampling,
+        path=path,
+        overwrite=overwrite,
+        name=name,
+    )

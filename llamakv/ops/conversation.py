@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llamakv.engine.contract import ModelInfo, Rewound
+from llamakv.engine.contract import ModelInfo
 from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_again, plan_turn
 from llamakv.engine.room import no_room
-from llamakv.errors import AbortedError, MismatchError, NotFoundError, StoreError, UsageError
+from llamakv.errors import AbortedError, MismatchError, UsageError
+from llamakv.ops.going_back import go_back, put_back
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import reasons_to_recompute
 from llamakv.ops.opening import OpenModel
-from llamakv.ops.reading import placed, tokenise
+from llamakv.ops.reading import chat_of, placed, template_of, tokenise
 from llamakv.ops.reply import write_reply
 from llamakv.ops.requests import Answer, Opened, Reporter, ResumeOptions, Saved
-from llamakv.records import Chat, Message, Sampling, SectionKind, SessionRecord
-from llamakv.store.session_file import SessionInfo, SessionReader, check_writable, read_session
-
-CHAT_SAMPLING = Sampling(temperature=0.3, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
-"""What a new session is sampled with: llama.cpp's own defaults (common.h), but cooler, since small models wander, and
-with an end, since some never find one."""
+from llamakv.records import Chat, Message, Sampling
+from llamakv.store.session_file import SessionInfo, check_writable, read_session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,62 +40,6 @@ class ConversationStats:
     evaluated: int
     generated: int
     tokens_per_s: float
-
-
-def conversation_of(
-    opened: OpenModel,
-    keeper: Keeper,
-    back: Opened,
-    record: SessionRecord,
-    *,
-    sampling: Sampling,
-    path: Path | None,
-    overwrite: bool = False,
-    name: str | None = None,
-) -> Conversation:
-    """The conversation of a session that is back in memory."""
-    assert record.chat is not None
-    template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
-    return Conversation(
-        opened,
-        keeper,
-        back,
-        template=template,
-        messages=record.chat.messages,
-        wanted_system=None,
-        sampling=sampling,
-        path=path,
-        overwrite=overwrite,
-        name=name,
-    )
-
-
-def chat_of(info: SessionInfo) -> Chat:
-    """The conversation a session holds.
-
-    Raises:
-        UsageError: it holds raw text.
-    """
-    if info.record.chat is None:
-        raise UsageError(
-            f"{info.path} holds raw text, not a conversation", hint=f"continue it with: llamakv load {info.path}"
-        )
-    return info.record.chat
-
-
-def template_of(opened: OpenModel, stored: str | None, *, now_s: float) -> ChatTemplate:
-    """The stored chat template, or else the model's.
-
-    Raises:
-        UsageError: there is none.
-    """
-    source = stored if stored is not None else opened.info.template
-    if source is None:
-        raise UsageError(
-            f"the model {opened.info.name} has no chat template, so it cannot hold a conversation",
-            hint="continue raw text instead: llamakv save --raw -f FILE REF, then llamakv load REF",
-        )
-    return ChatTemplate(source, bos=opened.info.bos, eos=opened.info.eos, now_s=now_s)
 
 
 class Conversation:
@@ -227,7 +168,7 @@ class Conversation:
             reporter.notice("temperature is 0: the reply will be the same")
         with self._undoing():
             self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**32)
-            reused = self._go_back(self._messages[-1].p0, reporter).n_kept
+            reused = go_back(self._model.sequence, self._keeper.stored, self._messages[-1].p0, reporter).n_kept
             self._messages = self._messages[:-1]
             answer = self._reply(reused, started, reporter)
         return self._saved(answer, reporter)
@@ -242,7 +183,8 @@ class Conversation:
         if last is None or self._messages[last].is_open:
             raise UsageError("there is nothing to take back")
         n_removed = len(self._messages) - last
-        self._totals["evaluated"] += self._go_back(self._messages[last].p0, reporter).n_evaluated
+        back = go_back(self._model.sequence, self._keeper.stored, self._messages[last].p0, reporter)
+        self._totals["evaluated"] += back.n_evaluated
         self._messages = self._messages[:last]
         if self._path is not None and self._keeper.stored is not None:
             if self._model.sequence.tokens:
@@ -389,7 +331,7 @@ class Conversation:
             reporter.notice(f"{why}: {n_new:,} tokens are read again")
         reused = sequence.n_cells
         if plan.n_keep < len(sequence.tokens):
-            reused = self._go_back(plan.n_keep, reporter).n_kept
+            reused = go_back(self._model.sequence, self._keeper.stored, plan.n_keep, reporter).n_kept
         tokens = [token for _, piece in pieces for token in piece]
         sequence.extend(
             tokens,
@@ -410,46 +352,9 @@ class Conversation:
         try:
             yield
         except BaseException:
-            self._put_back(before)
+            put_back(self._model.sequence, self._keeper.stored, before)
             self._messages, self._wanted_system, self._sampling = words
             raise
-
-    def _put_back(self, before: list[int]) -> None:
-        sequence = self._model.sequence
-        self._fetch_tails()
-        same = 0
-        for old, new in zip(before, sequence.tokens, strict=False):
-            if old != new:
-                break
-            same += 1
-        sequence.rewind(min(same, len(sequence.tokens)))
-        if before[same:]:
-            sequence.extend(before[same:])
-
-    def _go_back(self, n_tokens: int, reporter: Reporter) -> Rewound:
-        sequence = self._model.sequence
-        self._fetch_tails()
-        n_before = sequence.n_cells
-        result = sequence.rewind(n_tokens, on_progress=lambda done, total: reporter.progress("prefill", done, total))
-        if result.n_evaluated:
-            reporter.notice(
-                f"this model's memory cannot go back from {n_before:,} to {sequence.n_cells:,} tokens: "
-                f"{result.n_evaluated:,} tokens were read again"
-            )
-        return result
-
-    def _fetch_tails(self) -> None:
-        """Give the sequence the places in its file that it could go back to."""
-        stored, sequence = self._keeper.stored, self._model.sequence
-        tails = [] if stored is None else [s for s in stored.sections if s.kind is SectionKind.TAIL]
-        tails = [s for s in tails if s.p1 <= sequence.n_settled]
-        if stored is None or not tails:
-            return
-        # without them the tokens are read again
-        with suppress(StoreError, NotFoundError), SessionReader(stored.path) as reader:
-            if reader.info.commit == stored.commit:
-                for section in reader.read(tails):
-                    sequence.remember(section)
 
     def _reply(self, reused: int, started: float, reporter: Reporter) -> Answer:
         sequence, model = self._model.sequence, self._model.model

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, UsageError
-from llamakv.ops.conversation import Conversation, conversation_of
+from llamakv.ops.chat import Conversation, conversation_of
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import merge_sampling
 from llamakv.ops.opening import OpenModel, resume

@@ -270,6 +270,10 @@ def check_layout(record: SessionRecord, settings: MemorySettings) -> None:
 
 # ---------------------------------------------------------------- sampling
 
+CHAT_SAMPLING = Sampling(temperature=0.3, top_k=40, top_p=0.95, min_p=0.05, max_tokens=1024)
+"""What a new session is sampled with: llama.cpp's own defaults (common.h), but cooler, since small models wander, and
+with an end, since some never find one."""
+
 
 def merge_sampling(options: SamplingOptions, base: Sampling) -> Sampling:
     """Sampling parameters: what the user gave, and ``base`` elsewhere. A seed of -1 becomes a random one,

@@ -1,14 +1,43 @@
-"""From planned text to tokens, and to the messages' places among them."""
+"""The template a conversation is read through, and the way from planned text to tokens and messages' places."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llamakv.engine.prompt import Piece, TurnPlan
+from llamakv.engine.prompt import ChatTemplate, Piece, TurnPlan
 from llamakv.errors import UsageError
 from llamakv.ops.opening import OpenModel
-from llamakv.records import Message
+from llamakv.records import Chat, Message
+from llamakv.store.session_file import SessionInfo
+
+
+def chat_of(info: SessionInfo) -> Chat:
+    """The conversation a session holds.
+
+    Raises:
+        UsageError: it holds raw text.
+    """
+    if info.record.chat is None:
+        raise UsageError(
+            f"{info.path} holds raw text, not a conversation", hint=f"continue it with: llamakv load {info.path}"
+        )
+    return info.record.chat
+
+
+def template_of(opened: OpenModel, stored: str | None, *, now_s: float) -> ChatTemplate:
+    """The stored chat template, or else the model's.
+
+    Raises:
+        UsageError: there is none.
+    """
+    source = stored if stored is not None else opened.info.template
+    if source is None:
+        raise UsageError(
+            f"the model {opened.info.name} has no chat template, so it cannot hold a conversation",
+            hint="continue raw text instead: llamakv save --raw -f FILE REF, then llamakv load REF",
+        )
+    return ChatTemplate(source, bos=opened.info.bos, eos=opened.info.eos, now_s=now_s)
 
 
 def tokenise(opened: OpenModel, pieces: Sequence[Piece], *, at_start: bool) -> list[tuple[int, list[int]]]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
-from llamakv.ops.conversation import CHAT_SAMPLING, template_of
 from llamakv.ops.keeping import Keeper, n_common
-from llamakv.ops.matching import find_model, merge_memory, merge_sampling, random_seed
+from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import INCOMPLETE, OpenModel, resume
-from llamakv.ops.reading import tokenise
+from llamakv.ops.reading import template_of, tokenise
 from llamakv.ops.requests import Reporter, Saved, SaveRequest
 from llamakv.records import Chat, Message, Sampling, SessionRecord
 from llamakv.store.session_file import SessionInfo, check_writable, read_session

@@ -135,6 +135,7 @@ def _facts(found: Target, report: SessionReport) -> list[tuple[str, str]]:
                     f"llama.cpp {versions.llama_cpp} ({versions.commit}) · {versions.backend}"),
         ("created", render.moment(lineage.created_s)),
         ("saved", f"{render.moment(lineage.updated_s)} · {render.count(lineage.n_saves, 'save')}"),
+        *([("note", lineage.note)] if lineage.note else []),
     ]  # fmt: skip
     if lineage.parent_id is not None:
         rows.append(("parent", f"{lineage.parent_id} at position {lineage.parent_position}"))
