@@ -135,7 +135,9 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
     except Exception as unexpected:
         if isinstance(unexpected, OSError) and unexpected.errno == errno.ENOSPC and unexpected.filename is None:
             raise  # help that could not be written: anything else that writes says so itself
-        error = _ended_by_signal(unexpected, output) or _internal_error(unexpected, output)
+        # whatever a signal raised may have been caught and raised again as something else, by an import for one
+        ending = output.interrupts.ending
+        error = ended(ending) if ending is not None else _internal_error(unexpected, output)
     else:
         if status == InterruptedByUser.exit_status and output.json:
             output.failure(InterruptedByUser("interrupted", status=130))
@@ -148,10 +150,10 @@ def _run_guarded(arguments: Sequence[str], output: Output) -> int:
     return exit_status(error)
 
 
-def _ended_by_signal(error: Exception, output: Output) -> LlamakvError | None:
+def _ended_by_signal(error: LlamakvError, output: Output) -> LlamakvError | None:
     """The signal behind an error: an op that was told to stop, or a stream that broke, since a terminal that closes
     sends SIGHUP, and can then be neither read nor written."""
-    is_stream = isinstance(error, OSError) or (isinstance(error, WriteError) and "path" not in error.fields)
+    is_stream = isinstance(error, WriteError) and "path" not in error.fields
     is_stop = isinstance(error, InterruptedByUser | AbortedError)
     return ended(output.interrupts.ending) if (is_stream or is_stop) and output.interrupts.ending is not None else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +150,20 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_v(
     assert "second line" in told.err
     document = run("inspect", session, "--json").document
     assert document["errors"][0]["code"] == "internal"
+
+
+def test_a_signal_that_an_import_turned_into_another_error_is_still_a_signal(
+    run: Callable[..., Ran], session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: Path) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise RuntimeError(f"failed to load a library: {error}") from error
+
+    monkeypatch.setattr("llamakv.ops.inspect.inspect_session", load)
+    ran = run("inspect", session)
+    assert (ran.status, ran.err) == (143, "ended by SIGTERM\n")
 
 
 def test_without_a_model_it_says_where_it_looked(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
