@@ -7,11 +7,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from llamakv.cli.config import prepare_engine
 from tests.models import writer
 
 prepare_engine()  # as the program does, before anything imports the engine
+
+settings.register_profile("llamakv", deadline=None, derandomize=True)  # the same examples, on slow days too
+settings.load_profile("llamakv")
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; programs started by tests would inherit it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
