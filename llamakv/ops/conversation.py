@@ -140,7 +140,7 @@ class Conversation:
         return self._turn(plan, wanted, started, reporter)
 
     def answer_open(self, reporter: Reporter) -> Answer:
-        """Let the model reply to what has been read: an open message, or a user's message without a reply.
+        """Let the model reply to a message that was left open: a saved document, as it stands.
 
         Raises:
             UsageError: the last word is the model's own.
