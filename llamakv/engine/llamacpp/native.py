@@ -165,10 +165,10 @@ def attention_rotation() -> bool:
 def tiles_are_safe() -> bool:
     """Whether the engine's kernels for extra weight layouts may be used.
 
-    On processors with AMX they set up the tile registers through ``_tile_loadconfig``. GCC 12, which knows only of the
-    first eight bytes it reads, drops the rest of the setup as dead stores; the first prefill then ends the process
-    with an illegal instruction (seen with llama-cpp-python 0.3.36 built by GCC 12.2 on a Xeon with AMX). A process
-    cannot tell how its library was compiled, so there these layouts stay off.
+    On a Xeon with AMX (llama-cpp-python 0.3.36, built there by GCC 12.2) the first prefill of a Q4_1 model ended the
+    process with an illegal instruction at ``tilezero`` in the AMX kernels, in the bare binding too. The cause was not
+    found; a small program that sets up tiles in the same way runs. Without these layouts the model runs, so on such
+    processors they stay off.
     """
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
