@@ -13,7 +13,7 @@ import psutil
 
 from llamakv.engine.contract import LiveSequence, MemoryRequest, Model, ModelInfo
 from llamakv.engine.llamacpp import LlamaModel
-from llamakv.errors import AbortedError, InterruptedByUser, MismatchError, ModelFileError
+from llamakv.errors import AbortedError, DamagedError, InterruptedByUser, MismatchError, ModelFileError
 from llamakv.ops.matching import (
     FoundModel,
     check_identity,
@@ -260,7 +260,11 @@ def _bring_back(
         _read_again(sequence, record, reasons, reporter)
         reused, evaluated = 0, sequence.n_cells
     else:
-        info = restore_from_file(sequence, info, reporter)
+        try:
+            info = restore_from_file(sequence, info, reporter)
+        except DamagedError as error:
+            error.hint = error.hint or "the tokens are whole: the same command with --recompute reads them again"
+            raise
         record = info.record
         reused, evaluated = sequence.n_cells, 0
     if record.lineage.note.startswith(INCOMPLETE):

@@ -348,8 +348,9 @@ def test_a_damaged_section_is_refused_and_can_be_read_again(driver: Driver, tmp_
     data = bytearray(path.read_bytes())
     data[info.sections[0].offset + info.sections[0].n_stored // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedError) as refused:
         driver.load(path)
+    assert "--recompute" in (refused.value.hint or "")
     again = driver.load(path, options=ResumeOptions(recompute=True))
     assert (again.text, again.reused) == (expected.text, 0)
 
