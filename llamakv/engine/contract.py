@@ -3,8 +3,9 @@
 Token ids are the model's own. A sequence of ``N`` tokens holds cells for at least its first ``N - 1``; the last token
 is *pending*: it is decoded with whatever comes next, because a saved state holds no logits.
 
-None of these objects may be used from two threads at once. ``AbortCheck`` is called often, from inside the engine; it
-must be quick and must not raise.
+Sequences of one scheduler share its context; it runs them together, a step (one decode call) at a time. Calls from
+several threads are done one after the other. ``AbortCheck`` is called often, from inside the engine; it must be quick
+and must not raise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llamakv.errors import LlamakvError
 from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling, StateSection
 
 AbortCheck = Callable[[], bool]
@@ -116,20 +118,32 @@ class LiveSequence(Protocol):
             AbortedError: stopped; the tokens evaluated so far are kept, followed by one pending token.
         """
 
+    def write(self, sampling: Sampling) -> Run:
+        """Begin to write behind the pending token; the scheduler's ``step`` moves it on, and no second one may be begun
+        before it is over. See ``Run``.
+
+        Raises:
+            UsageError: a grammar that cannot be read, or a biased token that does not exist.
+        """
+
     def generate(
         self, sampling: Sampling, *, n_max: int | None = None, should_abort: AbortCheck | None = None
     ) -> Iterator[int]:
-        """Decode the pending token, choose the next, append it as the new pending token and yield it; repeat.
+        """``write``, and all steps it needs: yields each token as it is chosen, ``n_max`` of them at most.
 
-        Ends after an end-of-generation token (which is yielded), after ``n_max`` tokens, when the context is
-        full, or when ``should_abort`` says so; ``finish_reason`` tells which. The choice at a position depends on
-        the tokens before it, the settings, the seed and the position only, so a run that was saved and resumed
-        anywhere gives the same tokens.
+        Ends as a ``Run`` does, or when ``should_abort`` says so; ``finish_reason`` tells which.
         """
+
+    def stop(self) -> None:
+        """End what is being written, if anything is, as ``interrupted``; the sequence stays as far as it came."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who decodes for it."""
 
     @property
     def finish_reason(self) -> str:
-        """Why the last ``generate`` ended: ``stop``, ``length``, ``context`` or ``interrupted``."""
+        """Why the last writing ended: as a ``Run``'s, or ``interrupted``."""
 
     def rewind(
         self, n_tokens: int, *, on_progress: OnTokens | None = None, should_abort: AbortCheck | None = None
@@ -161,6 +175,142 @@ class LiveSequence(Protocol):
         """Free its cells."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """A sequence to be read and gone on with: all its ``tokens`` from position 0 on, and how to choose what follows
+    (``max_tokens`` and ``stop`` of ``sampling`` included).
+
+    ``timeout_s`` counts from when its turn came. With ``keeps_cells`` the sequence stays when the run is over, until it
+    is released; else its cells are freed at once.
+    """
+
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    timeout_s: float | None = None
+    keeps_cells: bool = False
+
+
+class Run(Protocol):
+    """A sequence under way. Each step decodes its pending token, chooses the next and appends it as the new pending
+    one, until it is over: ``finish_reason`` is ``stop`` (an end-of-generation token or a stop string), ``length``,
+    ``context`` (no room for more), ``timeout`` or ``interrupted``; or else ``error`` is set.
+
+    The choice at a position depends on the tokens before it, the settings, the seed and the position only, so a run
+    that was saved and resumed anywhere gives the same tokens. Times are ``time.perf_counter`` values, 0 before they
+    came.
+    """
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All tokens, the last one pending; do not change it."""
+
+    @property
+    def n_reused(self) -> int:
+        """Cells that were there already."""
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens read for it, before the first one was written."""
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens written, an end token included."""
+
+    @property
+    def text(self) -> str:
+        """What was written and is certain: whole characters, without the stop string."""
+
+    def take_text(self) -> str:
+        """The part of it that came since this was last asked."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it is over; empty before."""
+
+    @property
+    def error(self) -> LlamakvError | None:
+        """Why it failed."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    @property
+    def started_s(self) -> float:
+        """When its turn came."""
+
+    @property
+    def first_token_s(self) -> float:
+        """When its first token was chosen."""
+
+    @property
+    def ended_s(self) -> float:
+        """When it was over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a scheduler is doing. ``n_cells`` are in use, one that several sequences share counted once; ``n_reserved``
+    is what they may come to with all that was promised to runs under way; ``n_cells_max`` is never exceeded."""
+
+    n_waiting: int
+    n_active: int
+    n_cells: int
+    n_cells_peak: int
+    n_reserved: int
+    n_cells_max: int
+    n_steps: int
+    n_decoded: int
+
+
+class Scheduler(Protocol):
+    """Runs many sequences in one context. Runs wait in the order they came until a sequence is free and the cells they
+    may need, to their last token, are there beside what was promised to others; a finished one makes room for the next.
+    In each step every writing run decodes one token, and what is left of the call goes to those that still read.
+
+    Recurrent and hybrid models, and windows without all their cells, are decoded one sequence per call
+    (``decodes_together`` is False then).
+    """
+
+    @property
+    def root(self) -> LiveSequence:
+        """The sequence that is always there; runs share the cells of the tokens they have in common with it."""
+
+    @property
+    def n_parallel(self) -> int:
+        """Runs under way at the same time, at most."""
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether one call decodes several sequences."""
+
+    @property
+    def counts(self) -> Counts:
+        """Where things stand."""
+
+    def submit(self, request: RunRequest) -> Run:
+        """Queue a run. What cannot be done (no room, a bad grammar) becomes its ``error``."""
+
+    def step(self, should_abort: AbortCheck | None = None) -> list[Run]:
+        """One decode call for all that are under way. Returns the runs that are over since the step before.
+
+        Raises:
+            AbortedError: stopped; all runs stand as they stood before this step.
+        """
+
+    def cancel(self, run: Run) -> None:
+        """End a run as ``interrupted`` and free its cells."""
+
+    def release(self, run: Run) -> None:
+        """Free the cells of a run that kept them."""
+
+    def export(self, run: Run, from_position: int = 0) -> Iterator[StateSection]:
+        """As ``LiveSequence.export``, of a run that kept its cells."""
+
+    def close(self) -> None:
+        """Free the context, and all sequences with it."""
+
+
 class Model(Protocol):
     """A loaded model. Close it, or use it in a ``with`` statement; its sequences end with it."""
 
@@ -184,6 +334,19 @@ class Model(Protocol):
 
     def open_sequence(self, memory: MemoryRequest, *, n_ctx_min: int, n_ctx_max: int, n_threads: int) -> LiveSequence:
         """A context with one sequence, of at least ``n_ctx_min`` cells, growing to ``n_ctx_max``."""
+
+    def open_scheduler(
+        self,
+        memory: MemoryRequest,
+        *,
+        n_parallel: int,
+        n_ctx_min: int,
+        n_ctx_max: int,
+        n_cells_max: int | None = None,
+        n_threads: int,
+    ) -> Scheduler:
+        """A context for a sequence and ``n_parallel`` runs beside it. Each may have ``n_ctx_max`` tokens; together they
+        have ``n_cells_max`` cells at most (None: as many as memory allows)."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Try whether the engine takes these parameters.

@@ -357,9 +357,9 @@ class Conversation:
             raise
 
     def _reply(self, reused: int, started: float, reporter: Reporter) -> Answer:
-        sequence, model = self._model.sequence, self._model.model
+        sequence = self._model.sequence
         p0 = len(sequence.tokens)
-        reply = write_reply(model, sequence, self._sampling, reporter, started=started)
+        reply = write_reply(sequence, self._sampling, reporter, started=started)
         said = Message(role="assistant", content=reply.text, p0=p0, p1=len(sequence.tokens), finish=reply.finish_reason)
         self._messages = (*self._messages, said)
         sequence.mark()

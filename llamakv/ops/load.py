@@ -95,7 +95,7 @@ def _continue(
         except AbortedError as error:
             raise AbortedError(f"interrupted while reading the prompt; {info.path} is unchanged") from error
     n_before = len(sequence.tokens)
-    reply = write_reply(model, sequence, sampling, reporter, started=started)
+    reply = write_reply(sequence, sampling, reporter, started=started)
     saved = None
     if request.save is not None:
         saved = keeper.save(

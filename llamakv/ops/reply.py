@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from llamakv.engine.contract import LiveSequence, Model
-from llamakv.engine.text import TextStream, open_character
+from llamakv.engine.contract import LiveSequence
 from llamakv.ops.requests import Reporter
 from llamakv.records import Sampling
 
@@ -29,26 +28,21 @@ class Reply:
         return (self.n_tokens - 1) / writing_s if self.n_tokens > 1 and writing_s > 0 else 0.0
 
 
-def write_reply(
-    model: Model, sequence: LiveSequence, sampling: Sampling, reporter: Reporter, *, started: float
-) -> Reply:
+def write_reply(sequence: LiveSequence, sampling: Sampling, reporter: Reporter, *, started: float) -> Reply:
     """Generate until the model, a stop string, a limit or the user ends it; text goes out as it becomes certain. A
     character that the tokens before left incomplete is completed. ``started`` is a ``time.perf_counter`` value."""
-    prime = open_character([model.token_bytes(token) for token in sequence.tokens[-4:]])
-    stream = TextStream(model.token_bytes, stops=sampling.stop, prime=prime)
-    first_s, n = 0.0, 0
-    for token in sequence.generate(sampling, n_max=sampling.max_tokens, should_abort=reporter.should_abort):
-        n += 1
-        first_s = first_s or time.perf_counter() - started
-        if not model.is_end(token):
-            reporter.text(stream.feed(token))
-        if stream.stopped:
-            break
-    reporter.text(stream.finish())
+    run = sequence.write(sampling)
+    try:
+        while not run.is_over and not reporter.should_abort():
+            sequence.scheduler.step()
+            reporter.text(run.take_text())
+    finally:
+        sequence.stop()
+    reporter.text(run.take_text())
     return Reply(
-        text=stream.text,
-        n_tokens=n,
-        finish_reason="stop" if stream.stopped else sequence.finish_reason,
-        first_token_s=first_s,
+        text=run.text,
+        n_tokens=run.n_generated,
+        finish_reason=run.finish_reason,
+        first_token_s=run.first_token_s - started if run.first_token_s else 0.0,
         elapsed_s=time.perf_counter() - started,
     )

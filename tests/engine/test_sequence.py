@@ -310,7 +310,7 @@ def test_a_hybrid_whose_state_cannot_be_cut_is_kept_in_one_piece(models, monkeyp
     with LlamaModel(models("MH")) as model:
         live = open_sequence(model)
         live.extend(tokens_of(model, 300))
-        monkeypatch.setattr(type(live._cutter), "_can_be_cut", lambda *_: False)
+        monkeypatch.setattr(type(live._shared.cutter), "_can_be_cut", lambda *_: False)
         sections = saved(live)
         assert [(s.kind, s.p0, s.p1) for s in sections] == [(SectionKind.WHOLE, 0, 299)]
         expected = write(live, 24)
@@ -333,9 +333,9 @@ def test_bad_arguments_are_python_errors_not_aborts(dense: LlamaModel, tmp_path:
         lambda: live.rewind(1),
         lambda: live.rewind(-1),
         lambda: list(live.generate(GREEDY)),
-        lambda: live._context.copy(0, 2),
-        lambda: live._context.remove(-2),
-        lambda: live._context.get_state(300),
+        lambda: live._shared.native.copy(0, 2),
+        lambda: live._shared.native.remove(-2),
+        lambda: live._shared.native.get_state(300),
         lambda: dense.token_bytes(-1),
         lambda: dense.token_bytes(10**6),
     ):

@@ -27,9 +27,9 @@ def decoded(monkeypatch):
     counts = []
     real = NativeContext.decode
 
-    def decode(self, seq_id, tokens, p0, **more):
-        counts.append(len(tokens))
-        return real(self, seq_id, tokens, p0, **more)
+    def decode(self, rows, **more):
+        counts.append(sum(len(part.tokens) for part in rows))
+        return real(self, rows, **more)
 
     monkeypatch.setattr(NativeContext, "decode", decode)
     return counts

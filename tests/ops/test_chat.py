@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.errors import (
     AbortedError,
     DamagedError,
@@ -307,19 +308,18 @@ def test_a_turn_that_fails_in_the_reply_was_never_said(driver: Driver, monkeypat
         for conversation in (live, cold):
             say(conversation, "Hello.")
         before, messages = state_of_tokens(live), live.messages
-        sequence_type = type(live._model.sequence)
-        original = sequence_type._next
+        original = LlamaRun.add_token
 
         calls = itertools.count()
 
-        def fail(self, chooser):
+        def fail(self, *details):
             if next(calls) % 4 == 3:
                 raise NoRoomError("out of memory")
-            return original(self, chooser)
+            return original(self, *details)
 
         for attempt in (lambda: live.send("Again, please.", Heard().reporter), lambda: live.retry(Heard().reporter)):
             with monkeypatch.context() as patched:
-                patched.setattr(sequence_type, "_next", fail)
+                patched.setattr(LlamaRun, "add_token", fail)
                 with pytest.raises(NoRoomError):
                     attempt()
             assert (state_of_tokens(live), live.messages) == (before, messages)

@@ -171,11 +171,11 @@ def times(job: dict) -> dict:
         save_s = time.perf_counter() - started
         sections = sections_to_restore(saved.info.sections)
         raw = [replace(section, data=memoryview(bytes(section.data))) for section in sequence.export(0)]
-        context, cutter = sequence._context, sequence._cutter
+        context, cutter = sequence._shared.native, sequence._shared.cutter
 
         def set_raw() -> None:
             context.remove(1)
-            cutter.put(context, raw, len(tokens) - 1)
+            cutter.put(context, 1, raw, len(tokens) - 1)
 
         def read_file() -> None:
             with path.open("rb", buffering=0) as file:

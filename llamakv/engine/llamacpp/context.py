@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +19,16 @@ on windowed models (engine-facts d5)."""
 ABORTED = 2  # llama_decode's status after its abort callback said so (llama.h)
 _FULL = 1
 PARTIAL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY (llama.h)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A sequence's part of a decode call: ``tokens`` at positions from ``p0`` on; logits of the last one if wanted."""
+
+    seq_id: int
+    tokens: Sequence[int]
+    p0: int
+    want_logits: bool
 
 
 class NativeContext:
@@ -58,14 +69,32 @@ class NativeContext:
             raise _refused(memory, n_ctx)
         self.flash_attn = _resolved_flash_attn(memory)
         self._memory = api.llama_get_memory(self._pointer)
-        self._batch = api.llama_batch_init(N_UBATCH, 0, 1)
-        self._token = np.ctypeslib.as_array(self._batch.token, (N_UBATCH,))
-        self._pos = np.ctypeslib.as_array(self._batch.pos, (N_UBATCH,))
-        self._output = np.ctypeslib.as_array(self._batch.logits, (N_UBATCH,))
-        np.ctypeslib.as_array(self._batch.n_seq_id, (N_UBATCH,))[:] = 1
+        self._token = np.zeros(N_UBATCH, np.int32)
+        self._pos = np.zeros(N_UBATCH, np.int32)
+        self._seq_id = np.zeros(N_UBATCH, np.int32)
+        self._output = np.zeros(N_UBATCH, np.int8)
+        self._batch = self._make_batch()
         self.n_ctx = int(api.llama_n_ctx(self._pointer))
         self.n_seq_max = n_seq_max
         self._set_adapters(adapters)
+
+    def _make_batch(self) -> Pointer:
+        """A llama_batch over our own arrays, each token in one sequence."""
+        self._n_seq_ids = np.ones(N_UBATCH, np.int32)
+        first = self._seq_id.ctypes.data
+        self._seq_id_pointers = np.arange(first, first + 4 * N_UBATCH, 4, dtype=np.uintp)
+
+        def pointer_to(array: np.ndarray, kind: type[ctypes._CDataType]) -> object:
+            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+        return api.llama_batch(
+            n_tokens=0,
+            token=pointer_to(self._token, ctypes.c_int32),
+            pos=pointer_to(self._pos, ctypes.c_int32),
+            n_seq_id=pointer_to(self._n_seq_ids, ctypes.c_int32),
+            seq_id=pointer_to(self._seq_id_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=pointer_to(self._output, ctypes.c_int8),
+        )
 
     @property
     def pointer(self) -> Pointer:
@@ -84,42 +113,36 @@ class NativeContext:
     def close(self) -> None:
         """Free the cells; further calls on this object are errors of ours."""
         if self._pointer:
-            api.llama_batch_free(self._batch)
             api.llama_free(self._pointer)
             self._pointer = None
 
     # ------------------------------------------------------------ decode
 
-    def decode(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        p0: int,
-        *,
-        want_logits: bool,
-        should_abort: Callable[[], bool] | None = None,
-    ) -> bool:
-        """Evaluate tokens at positions ``[p0, p0 + len(tokens))``; False if ``should_abort`` stopped it, in which case
-        dense memory holds what it held and recurrent memory is not to be used any more (engine-facts i2).
+    def decode(self, rows: Sequence[Rows], *, should_abort: Callable[[], bool] | None = None) -> bool:
+        """Evaluate some tokens of one or several sequences, ``N_UBATCH`` in all at most; False if ``should_abort``
+        stopped it: then dense memory may hold some of the tokens, and recurrent memory is not to be used any more
+        (engine-facts i2). The logits are valid until the next call.
 
         Raises:
             NoRoomError: the cells are full; nothing was changed.
             EngineError: the engine refused the batch; nothing was changed.
         """
-        n = len(tokens)
-        assert 0 < n <= N_UBATCH
-        self._check_seq(seq_id)
-        batch = self._batch
-        batch.n_tokens = n
-        self._token[:n] = tokens
-        self._pos[:n] = range(p0, p0 + n)
-        self._output[:n] = 0
-        self._output[n - 1] = want_logits
-        for i in range(n):
-            batch.seq_id[i][0] = seq_id
+        n = 0
+        for part in rows:
+            self._check_seq(part.seq_id)
+            end = n + len(part.tokens)
+            assert n < end <= N_UBATCH
+            self._token[n:end] = part.tokens
+            self._pos[n:end] = np.arange(part.p0, part.p0 + end - n)
+            self._seq_id[n:end] = part.seq_id
+            self._output[n:end] = 0
+            self._output[end - 1] = part.want_logits
+            n = end
+        assert n > 0
+        self._batch.n_tokens = n
         self._abort = should_abort
         try:
-            status = api.llama_decode(self._pointer, batch)
+            status = api.llama_decode(self._pointer, self._batch)
         finally:
             self._abort = None
         if status == ABORTED:
@@ -128,16 +151,18 @@ class NativeContext:
             raise NoRoomError(f"no room for {n} tokens in a context of {self.n_ctx} cells")
         if status != 0:
             raise EngineError(
-                f"the engine refused {n} tokens at position {p0} (status {status}): {native_log().last_warning()}"
+                f"the engine refused {n} tokens at position {rows[0].p0} (status {status}): "
+                f"{native_log().last_warning()}"
             )
         return True
 
     def _asked_to_abort(self, _: object) -> bool:
         return self._abort is not None and self._abort()
 
-    def logits(self, n_vocab: int) -> memoryview:
-        """Float32 logits of the last decoded token; valid until the next decode."""
-        pointer = api.llama_get_logits_ith(self._pointer, -1)
+    def logits(self, n_vocab: int, index: int = -1) -> memoryview:
+        """Float32 logits of the token at ``index`` of the last decode call (-1: the last one that had any); valid
+        until the next decode."""
+        pointer = api.llama_get_logits_ith(self._pointer, index)
         if not pointer:
             raise EngineError("there are no logits: nothing was decoded since the state was restored")
         return np.ctypeslib.as_array(pointer, (n_vocab,)).data

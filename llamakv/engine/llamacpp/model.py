@@ -7,6 +7,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,19 +19,23 @@ from llamakv.engine.llamacpp.native import (
     api,
     attention_rotation,
     engine_versions,
+    has_tensor,
     native_log,
     require_functions,
     tiles_are_safe,
 )
 from llamakv.engine.llamacpp.sampler import TokenChooser
+from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.engine.llamacpp.sequence import LlamaSequence
+from llamakv.engine.llamacpp.shared import N_SEQ_MAX, SharedContext
 from llamakv.engine.room import no_room
 from llamakv.errors import EngineError, ModelFileError
 from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling
 
 _GGUF_MAGIC = b"GGUF"  # gguf.h
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE in llama.h
-_N_SEQ_MAX = 2  # the sequence and the scratch sequence
+N_PARALLEL_MAX = N_SEQ_MAX - 2
+"""Runs at the same time at most, beside the root and the scratch sequence."""
 
 
 class LlamaModel:
@@ -58,11 +63,12 @@ class LlamaModel:
         _check_is_gguf(path)
         self._path = path
         self._adapters: list[tuple[Pointer, float]] = []
-        self._contexts: list[LlamaSequence] = []
+        self._contexts: list[LlamaScheduler] = []
         self._pointer = self._load(path, n_gpu_layers, on_progress)
         try:
             self._vocab = api.llama_model_get_vocab(self._pointer)
             self._info = self._read_info(path)
+            self._n_ctx_original = self._read_n_ctx_original(path)
             for adapter, scale in adapters:
                 self._add_adapter(adapter, scale)
         except BaseException:
@@ -122,6 +128,13 @@ class LlamaModel:
             eos=self._text_of(api.llama_vocab_eos(vocab)),
             adds_bos=bool(api.llama_vocab_get_add_bos(vocab)),
         )
+
+    def _read_n_ctx_original(self, path: Path) -> int | None:
+        """The context size beyond which the model's other set of rope factors applies; None if it has no two sets."""
+        text = self._meta(f"{self._info.architecture}.rope.scaling.original_context_length")
+        if text is None or not text.isdecimal() or not has_tensor(path, "rope_factors_long.weight"):
+            return None
+        return int(text)
 
     def _meta(self, key: str) -> str | None:
         buffer = ctypes.create_string_buffer(4096)
@@ -210,6 +223,32 @@ class LlamaModel:
             NoRoomError: there is not enough memory.
             UsageError: cache types the engine does not take.
         """
+        scheduler = self.open_scheduler(
+            memory, n_parallel=0, n_ctx_min=n_ctx_min, n_ctx_max=n_ctx_max, n_cells_max=n_ctx_max, n_threads=n_threads
+        )
+        return scheduler.root
+
+    def open_scheduler(
+        self,
+        memory: MemoryRequest,
+        *,
+        n_parallel: int,
+        n_ctx_min: int,
+        n_ctx_max: int,
+        n_cells_max: int | None = None,
+        n_threads: int,
+    ) -> LlamaScheduler:
+        """A context for a sequence and ``n_parallel`` runs beside it; see the contract.
+
+        Raises:
+            NoRoomError: there is not enough memory.
+            UsageError: cache types the engine does not take.
+            ValueError: more sequences than llama.cpp can have.
+        """
+        if not 0 <= n_parallel <= N_PARALLEL_MAX:
+            raise ValueError(f"{n_parallel} sequences at the same time: 0 ... {N_PARALLEL_MAX} are possible")
+        if n_ctx_min > n_ctx_max:
+            raise no_room(needed=n_ctx_min, used=0, limit=n_ctx_max, n_ctx_train=self._info.n_ctx_train)
         resolved = memory
 
         def open_context(n_ctx: int) -> NativeContext:
@@ -217,46 +256,54 @@ class LlamaModel:
                 self._pointer,
                 resolved,
                 n_ctx=n_ctx,
-                n_seq_max=_N_SEQ_MAX,
+                n_seq_max=n_parallel + 2,  # the root and the scratch sequence
                 n_threads=n_threads,
                 adapters=self._adapters,
             )
 
-        if n_ctx_min > n_ctx_max:
-            raise no_room(needed=n_ctx_min, used=0, limit=n_ctx_max, n_ctx_train=self._info.n_ctx_train)
-        sequence = LlamaSequence(
+        shared = SharedContext(
             open_context,
+            info=self._info,
+            swa_full=memory.swa_full,
+            n_seq=n_parallel + 1,
+            n_ctx_min=n_ctx_min,
+            n_ctx_floor=self._n_ctx_floor(),
+            n_cells_max=n_ctx_max * (n_parallel + 1) if n_cells_max is None else n_cells_max,
+        )
+        scheduler = LlamaScheduler(
+            shared,
             info=self._info,
             vocab=self._vocab,
             is_end=self.is_end,
-            swa_full=memory.swa_full,
-            n_ctx_min=n_ctx_min,
+            token_bytes=self.token_bytes,
+            n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
+            decodes_together=shared.can_share_part,
+            fills_memory=n_cells_max is None,
         )
-        resolved = MemoryRequest(
-            type_k=memory.type_k,
-            type_v=memory.type_v,
-            flash_attn=sequence.flash_attn,
-            swa_full=memory.swa_full,
-            rope_freq_base=memory.rope_freq_base,
-            rope_freq_scale=memory.rope_freq_scale,
-        )
-        self._contexts.append(sequence)
+        resolved = replace(memory, flash_attn=scheduler.flash_attn)
+        self._contexts.append(scheduler)
         self._settings = MemorySettings(
             type_k=memory.type_k,
             type_v=memory.type_v,
-            flash_attn=sequence.flash_attn,
+            flash_attn=scheduler.flash_attn,
             swa_full=memory.swa_full,
             rope_freq_base=memory.rope_freq_base,
             rope_freq_scale=memory.rope_freq_scale,
             attn_rot=attention_rotation(),
         )
-        return sequence
+        return scheduler
+
+    def _n_ctx_floor(self) -> int:
+        """The smallest context that leaves cells their meaning. Models with two sets of rope factors take the long ones
+        in any *context* larger than the original one (llama_model::get_rope_factors): a context that grew past that
+        would take its cells for something else, so it begins beyond."""
+        return 0 if self._n_ctx_original is None else self._n_ctx_original + 1
 
     def close(self) -> None:
         """Free the sequences, the adapters and the weights."""
-        for sequence in self._contexts:
-            sequence.close()
+        for scheduler in self._contexts:
+            scheduler.close()
         self._contexts.clear()
         self._adapters.clear()  # the model owns them (llama.h)
         if self._pointer:

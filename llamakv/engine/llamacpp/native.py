@@ -24,6 +24,7 @@ __all__ = [
     "attention_rotation",
     "cache_type",
     "engine_versions",
+    "has_tensor",
     "native_log",
     "require_functions",
     "tiles_are_safe",
@@ -100,7 +101,7 @@ def native_log() -> NativeLog:
 
 NEEDED = """
     LLAMA_STATE_SEQ_VERSION ggml_abort_callback llama_adapter_lora_init llama_adapter_lora_p_ctypes
-    llama_batch_free llama_batch_init llama_context_default_params llama_decode llama_free llama_ftype_name
+    llama_batch llama_context_default_params llama_decode llama_free llama_ftype_name
     llama_get_logits_ith llama_get_memory llama_init_from_model llama_log_callback llama_log_set
     llama_logit_bias llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_pos_min llama_memory_seq_rm
     llama_model_chat_template llama_model_default_params llama_model_free llama_model_ftype
@@ -153,6 +154,32 @@ def _ggml_commit() -> str:
         return "unknown"
     function.restype = ctypes.c_char_p
     return str(function().decode())
+
+
+class _GgufParams(ctypes.Structure):
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))  # gguf_init_params in gguf.h
+
+
+def has_tensor(path: os.PathLike[str], name: str) -> bool:
+    """Whether a GGUF file has a tensor of this name; False where that cannot be told. Reads the file's header."""
+    from llama_cpp import _ggml
+
+    library = _ggml.libggml
+    if not hasattr(library, "gguf_init_from_file"):
+        return False
+    library.gguf_init_from_file.restype = ctypes.c_void_p
+    library.gguf_init_from_file.argtypes = [ctypes.c_char_p, _GgufParams]
+    library.gguf_find_tensor.restype = ctypes.c_int64
+    library.gguf_find_tensor.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    library.gguf_free.restype = None
+    library.gguf_free.argtypes = [ctypes.c_void_p]
+    file = library.gguf_init_from_file(os.fsencode(path), _GgufParams(no_alloc=True, ctx=None))
+    if not file:
+        return False
+    try:
+        return bool(library.gguf_find_tensor(file, name.encode()) >= 0)
+    finally:
+        library.gguf_free(file)
 
 
 def attention_rotation() -> bool:

@@ -11,8 +11,6 @@ from llamakv.engine.llamacpp.native import Pointer, api
 from llamakv.errors import UsageError
 from llamakv.records import Sampling
 
-_LOGITS_LAST = -1
-
 
 def seed_at(seed: int, position: int) -> int:
     """The 32-bit seed of the random choice at a position: a digest of the session's seed and the position, so that
@@ -81,13 +79,13 @@ class TokenChooser:
     def _add(self, sampler: Pointer) -> None:
         api.llama_sampler_chain_add(self._chain, sampler)
 
-    def choose(self, context: Pointer, position: int) -> int:
-        """The token for ``position``, from the logits of the last decoded token; counts it as said."""
+    def choose(self, context: Pointer, position: int, index: int) -> int:
+        """The token for ``position``, from the logits at ``index`` of the last decode call; counts it as said."""
         if self._is_random:
             if api.llama_sampler_chain_n(self._chain) > self._n_fixed:
                 api.llama_sampler_free(api.llama_sampler_chain_remove(self._chain, self._n_fixed))
             self._add(api.llama_sampler_init_dist(seed_at(self._seed, position)))
-        return int(api.llama_sampler_sample(self._chain, context, _LOGITS_LAST))
+        return int(api.llama_sampler_sample(self._chain, context, index))
 
     def close(self) -> None:
         """Free the chain and all in it."""

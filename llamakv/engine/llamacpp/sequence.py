@@ -1,56 +1,39 @@
-"""One live sequence: reading, writing, going back, and its state in sections.
-
-The context holds two sequences: the live one, and a scratch sequence through which every piece of state goes in and
-out (``seq_cp`` of a range, then the state call). The scratch id is part of the bytes, so it never changes.
-"""
+"""One live sequence: reading, writing, going back, and its state in sections. Its scheduler does the decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import psutil
-
-from llamakv.engine.contract import AbortCheck, ModelInfo, OnTokens, Rewound
-from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
-from llamakv.engine.llamacpp.native import Pointer
-from llamakv.engine.llamacpp.sampler import TokenChooser
-from llamakv.engine.llamacpp.state import LIVE, StateCutter
+from llamakv.engine.contract import AbortCheck, ModelInfo, OnTokens, Rewound, RunRequest
+from llamakv.engine.llamacpp.run import LlamaRun
+from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
 from llamakv.engine.room import no_room
-from llamakv.errors import AbortedError, NoRoomError
+from llamakv.errors import AbortedError
 from llamakv.records import MemoryKind, Sampling, SectionKind, StateSection
 
-_MIN_CTX = 512
+if TYPE_CHECKING:
+    from llamakv.engine.llamacpp.scheduler import LlamaScheduler
+
 _N_MARKS = 4
-_MEMORY_SHARE = 0.9  # of the available memory, that growing may take
 
 
 class LlamaSequence:
-    """``LiveSequence`` of the contract."""
+    """``LiveSequence`` of the contract. ``cells`` and ``marks`` (recurrent states, by the number of cells they were
+    taken at) are for the scheduler."""
 
-    def __init__(
-        self,
-        open_context: Callable[[int], NativeContext],
-        *,
-        info: ModelInfo,
-        vocab: Pointer,
-        is_end: Callable[[int], bool],
-        swa_full: bool,
-        n_ctx_min: int,
-        n_ctx_max: int,
-    ) -> None:
-        self._open_context = open_context
+    def __init__(self, scheduler: LlamaScheduler, shared: SharedContext, *, info: ModelInfo, n_ctx_max: int) -> None:
+        self._scheduler = scheduler
+        self._shared = shared
         self._info = info
-        self._vocab = vocab
-        self._is_end = is_end
         self._n_ctx_max = n_ctx_max
-        self._context = open_context(_context_size(n_ctx_min, n_ctx_max))
-        self._cutter = StateCutter(info.kind, n_window=info.n_window, swa_full=swa_full)
         self._tokens: list[int] = []
-        self._n_cells = 0
         self._n_settled = 0
-        self._marks: dict[int, memoryview] = {}
         self._finish_reason = ""
-        self.flash_attn = self._context.flash_attn
+        self._run: LlamaRun | None = None
+        self.cells: SequenceCells = shared.add()
+        self.marks: dict[int, memoryview] = {}
 
     # ------------------------------------------------------------ facts
 
@@ -62,16 +45,16 @@ class LlamaSequence:
     @property
     def n_cells(self) -> int:
         """Evaluated tokens."""
-        return self._n_cells
+        return self.cells.n_cells
 
     @property
     def n_ctx(self) -> int:
         """Cells the context has room for now."""
-        return min(self._context.n_ctx, self._n_ctx_max)
+        return self._shared.n_ctx
 
     @property
     def n_ctx_max(self) -> int:
-        """Cells the context may grow to."""
+        """Tokens it may have."""
         return self._n_ctx_max
 
     @property
@@ -81,16 +64,21 @@ class LlamaSequence:
 
     def settle(self) -> None:
         """Declare the present cells saved."""
-        self._n_settled = self._n_cells
+        self._n_settled = self.n_cells
 
     @property
     def finish_reason(self) -> str:
-        """Why the last ``generate`` ended."""
-        return self._finish_reason
+        """Why the last writing ended."""
+        return self._finish_reason if self._run is None else self._run.finish_reason
+
+    @property
+    def scheduler(self) -> LlamaScheduler:
+        """Who decodes for it."""
+        return self._scheduler
 
     def logits(self) -> memoryview:
         """Float32 logits of the last decoded token; valid until the next decode."""
-        return self._context.logits(self._info.n_vocab)
+        return self._shared.native.logits(self._info.n_vocab)
 
     # ------------------------------------------------------------ reading
 
@@ -105,9 +93,10 @@ class LlamaSequence:
         """Append tokens and evaluate all but the last; see the contract."""
         if not tokens:
             raise ValueError("nothing to append")
-        self._check_tokens(tokens)
+        self._check_idle()
+        self._scheduler.check_tokens(tokens)
         kept = self._tokens[:-1] if replace_pending else self._tokens
-        if len(kept) < self._n_cells:
+        if len(kept) < self.n_cells:
             raise ValueError("the pending token has been evaluated already")
         self._ensure_room(len(kept) + len(tokens))
         self._tokens = [*kept, *tokens]
@@ -115,84 +104,80 @@ class LlamaSequence:
 
     def _evaluate(self, on_progress: OnTokens | None, should_abort: AbortCheck | None) -> int:
         """Evaluate up to the pending token, in batches; the split depends on where it starts and nothing else."""
-        start, end = self._n_cells, len(self._tokens) - 1
-        fragile = should_abort is not None and self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID)
-        while self._n_cells < end:
-            p0 = self._n_cells
-            batch = self._tokens[p0 : min(p0 + N_UBATCH, end)]
-            before = self._cutter.take_tail(self._context, p0) if fragile and p0 else None
-            done = self._context.decode(LIVE, batch, p0, want_logits=False, should_abort=should_abort)
-            if not done:
-                if self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
-                    self._cutter.go_back_to_tail(self._context, p0, before)
-                else:
-                    self._context.remove(LIVE, p0)
-                del self._tokens[p0 + 1 :]
-                raise AbortedError(f"stopped after {p0 - start} of {end - start} tokens", n_done=p0 - start)
-            self._n_cells += len(batch)
-            if on_progress is not None:
-                on_progress(self._n_cells - start, end - start)
+        start, end = self.n_cells, len(self._tokens) - 1
+        if start >= end:
+            return 0
+        with self._scheduler.lock:
+            run = self._scheduler.guest(self, self._tokens, None, is_fragile=True)
+            try:
+                while run.n_unread:
+                    self._scheduler.step(should_abort)
+                    if on_progress is not None:
+                        on_progress(self.n_cells - start, end - start)
+            except AbortedError as error:
+                del self._tokens[self.n_cells + 1 :]
+                n_done = self.n_cells - start
+                raise AbortedError(f"stopped after {n_done} of {end - start} tokens", n_done=n_done) from error
+            finally:
+                self._scheduler.cancel(run)
         return end - start
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if not 0 <= token < self._info.n_vocab:
-                raise ValueError(f"token {token} is not one of 0 ... {self._info.n_vocab - 1}")
-
     # ------------------------------------------------------------ writing
+
+    def write(self, sampling: Sampling) -> LlamaRun:
+        """Begin to write behind the pending token; see the contract."""
+        if not self._tokens:
+            raise ValueError("an empty sequence has nothing to go on from")
+        self._check_idle()
+        request = RunRequest(tokens=(), sampling=sampling, keeps_cells=True)
+        with self._scheduler.lock:
+            self._run = self._scheduler.guest(self, self._tokens, request, is_fragile=False)
+        return self._run
 
     def generate(
         self, sampling: Sampling, *, n_max: int | None = None, should_abort: AbortCheck | None = None
     ) -> Iterator[int]:
         """Choose and append tokens one by one; see the contract."""
-        if not self._tokens:
-            raise ValueError("an empty sequence has nothing to go on from")
-        chooser = TokenChooser(self._vocab, self._info.n_vocab, sampling, self._tokens)
-        n = 0
+        n_before = len(self._tokens)
+        run = self.write(replace(sampling, max_tokens=n_max, stop=()))
+        n_given = 0
         try:
             while True:
-                if n_max is not None and n >= n_max:
-                    self._finish_reason = "length"
-                    return
                 if should_abort is not None and should_abort():
-                    self._finish_reason = "interrupted"
                     return
-                if len(self._tokens) >= self._n_ctx_max:
-                    self._finish_reason = "context"
-                    return
-                token = self._next(chooser)
-                n += 1
-                if self._is_end(token):
-                    self._finish_reason = "stop"
+                self._scheduler.step()
+                for token in self._tokens[n_before + n_given :]:
+                    n_given += 1
                     yield token
+                if run.is_over:
                     return
-                self._finish_reason = "interrupted"  # if the caller stops asking
-                yield token
         finally:
-            chooser.close()
+            self.stop()
 
-    def _next(self, chooser: TokenChooser) -> int:
-        position = len(self._tokens)
-        self._ensure_room(position + 1)
-        self._context.decode(LIVE, self._tokens[-1:], position - 1, want_logits=True)
-        self._n_cells = position
-        token = chooser.choose(self._context.pointer, position)
-        self._tokens.append(token)
-        return token
+    def _check_idle(self) -> None:
+        if self._run is not None and not self._run.is_over:
+            raise ValueError("the sequence is being written")
+
+    def stop(self) -> None:
+        """End what is being written, as ``interrupted``."""
+        if self._run is not None:
+            self._scheduler.cancel(self._run)
+            self._finish_reason = self._run.finish_reason
+            self._run = None
 
     # ------------------------------------------------------------ going back
 
     def mark(self) -> None:
         """Remember this place on memory that cannot go back by itself."""
-        if self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) and self._n_cells:
-            self._marks[self._n_cells] = self._cutter.take_tail(self._context, self._n_cells)
-            for position in sorted(self._marks)[:-_N_MARKS]:
-                del self._marks[position]
+        if self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) and self.n_cells:
+            self.marks[self.n_cells] = self._shared.tail(self.cells)
+            for position in sorted(self.marks)[:-_N_MARKS]:
+                del self.marks[position]
 
     def remember(self, section: StateSection) -> None:
         """Take a stored tail section as a place that ``rewind`` can go back to."""
-        if section.kind is SectionKind.TAIL and 0 < section.p1 <= self._n_cells:
-            self._marks[section.p1] = section.data
+        if section.kind is SectionKind.TAIL and 0 < section.p1 <= self.n_cells:
+            self.marks[section.p1] = section.data
 
     def rewind(
         self, n_tokens: int, *, on_progress: OnTokens | None = None, should_abort: AbortCheck | None = None
@@ -200,99 +185,61 @@ class LlamaSequence:
         """Keep the first ``n_tokens`` tokens; see the contract. 0 empties the sequence."""
         if not 0 <= n_tokens <= len(self._tokens):
             raise ValueError(f"cannot keep {n_tokens} of {len(self._tokens)} tokens")
+        self._check_idle()
         n_cells = max(n_tokens - 1, 0)
-        if n_cells < self._n_cells:
+        if n_cells < self.n_cells:
             self._cut_cells(n_cells)
-        kept = self._n_cells
+        kept = self.n_cells
         self._n_settled = min(self._n_settled, kept)
-        self._marks = {position: tail for position, tail in self._marks.items() if position <= kept}
+        self.marks = {position: tail for position, tail in self.marks.items() if position <= kept}
         self._tokens = self._tokens[:n_tokens]
         n_evaluated = self._evaluate(on_progress, should_abort) if n_tokens else 0
         return Rewound(n_kept=kept, n_evaluated=n_evaluated)
 
     def _cut_cells(self, n_cells: int) -> None:
         """Drop cells beyond ``n_cells``, and as many more as the memory makes necessary."""
-        context = self._context
-        if n_cells > 0 and self._cutter.can_go_back(context, n_cells) and context.remove(LIVE, n_cells):
-            self._n_cells = n_cells
+        if self._shared.cut(self.cells, n_cells):
             return
-        places = [position for position in self._marks if position <= n_cells]
-        place = max(places, default=0)
-        self._cutter.go_back_to_tail(context, place, self._marks.get(place))
-        self._n_cells = place
+        place = max((position for position in self.marks if position <= n_cells), default=0)
+        self._shared.go_back_to_tail(self.cells, place, self.marks.get(place))
 
     # ------------------------------------------------------------ state
 
     def export(self, from_position: int = 0) -> Iterator[StateSection]:
         """Yield the state beyond ``from_position`` in sections; see the contract."""
-        yield from self._cutter.cut(self._context, from_position, self._n_cells)
+        yield from self._shared.export(self.cells, from_position)
 
     def restore(self, tokens: Sequence[int], sections: Iterable[StateSection]) -> None:
         """Replace the sequence with a stored one; see the contract."""
         if not tokens:
             raise ValueError("a session has at least one token")
-        self._check_tokens(tokens)
+        self._check_idle()
+        self._scheduler.check_tokens(tokens)
         if len(tokens) > self._n_ctx_max:
             self._ensure_room(len(tokens))  # raises, while the sequence is still there
         self._forget()
         self._ensure_room(len(tokens))
-        n_cells = len(tokens) - 1
-        try:
-            self._cutter.put(self._context, sections, n_cells)
-        except BaseException:
-            self._forget()
-            raise
+        self._shared.restore(self.cells, sections, len(tokens) - 1)
         self._tokens = list(tokens)
-        self._n_cells = self._n_settled = n_cells
+        self._n_settled = self.n_cells
 
     def _forget(self) -> None:
-        self._context.remove(LIVE)
+        self._shared.clear(self.cells)
         self._tokens = []
-        self._marks = {}
-        self._n_cells = self._n_settled = 0
-
-    # ------------------------------------------------------------ room
+        self.marks = {}
+        self._n_settled = 0
 
     def _ensure_room(self, n_tokens: int) -> None:
         """Have cells for ``n_tokens``, in a larger context if need be."""
         if n_tokens > self._n_ctx_max:
             raise no_room(
                 needed=n_tokens,
-                used=self._n_cells,
+                used=self.n_cells,
                 limit=self._n_ctx_max,
                 n_ctx_train=self._info.n_ctx_train,
             )
-        if n_tokens <= self._context.n_ctx:
-            return
-        size = _context_size(n_tokens, self._n_ctx_max)
-        self._check_memory(size)
-        larger = self._open_context(size)
-        try:
-            self._cutter.put(larger, self._cutter.cut(self._context, 0, self._n_cells), self._n_cells)
-        except BaseException:
-            larger.close()
-            raise
-        self._context.close()
-        self._context = larger
-
-    def _check_memory(self, n_ctx: int) -> None:
-        if self._n_cells < N_UBATCH or self._info.kind is MemoryKind.RECURRENT:
-            return
-        n_needed = self._context.state_size(LIVE) // self._n_cells * n_ctx
-        n_free = int(psutil.virtual_memory().available * _MEMORY_SHARE)
-        if n_needed > n_free:
-            raise NoRoomError(
-                f"a context of {n_ctx} cells needs {n_needed} bytes, {n_free} bytes of memory are free",
-                hint="use a smaller cache type (--type-k q8_0 --type-v q8_0) in a new session",
-                needed=n_needed,
-                free=n_free,
-            )
+        self._shared.ensure(max(n_tokens - self.n_cells, 0))
 
     def close(self) -> None:
-        """Free the context."""
-        self._context.close()
-
-
-def _context_size(n_tokens: int, n_max: int) -> int:
-    """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""
-    return min(1 << (max(_MIN_CTX, n_tokens) - 1).bit_length(), max(n_max, n_tokens))
+        """Free its context, and every sequence in it."""
+        self._scheduler.close()

@@ -13,15 +13,15 @@ from llamakv.engine.llamacpp.context import PARTIAL, NativeContext
 from llamakv.errors import EngineError, MismatchError
 from llamakv.records import MemoryKind, SectionKind, StateSection
 
-SCRATCH, LIVE = 0, 1
-"""Sequence ids. The scratch id stands in every section's bytes: changing it would change them all."""
+SCRATCH = 0
+"""The sequence id through which all state goes. It stands in every section's bytes: another one would change them."""
 
 _N_HEADER = 8  # u32 magic, i32 sequence id at the start of a sequence's state (engine-facts c6)
 _N_SECTION = 256
 
 
 class StateCutter:
-    """Cuts and joins the state of the live sequence of a context; remembers nothing of any context.
+    """Cuts and joins the state of single sequences of a context; remembers nothing of any context.
 
     ``n_window`` is the model's sliding window, 0 for none; ``swa_full`` whether windowed layers keep all cells.
     """
@@ -35,28 +35,28 @@ class StateCutter:
 
     # ------------------------------------------------------------ out
 
-    def cut(self, context: NativeContext, p0: int, n_cells: int) -> Iterator[StateSection]:
-        """Sections of ``[p0, n_cells)`` of the live sequence, and its tail where the kind has one."""
+    def cut(self, context: NativeContext, seq_id: int, p0: int, n_cells: int) -> Iterator[StateSection]:
+        """Sections of ``[p0, n_cells)`` of a sequence, and its tail where the kind has one."""
         if n_cells == 0:
             return
-        if self._in_one_piece or not self._can_be_cut(context, n_cells):
-            data = _through_scratch(context)
+        if self._in_one_piece or not self._can_be_cut(context, seq_id, n_cells):
+            data = _through_scratch(context, seq_id)
             yield StateSection(kind=SectionKind.WHOLE, p0=0, p1=n_cells, p_used=n_cells, data=data)
             return
         if self._kind is not MemoryKind.RECURRENT:
             for a in range(p0, n_cells, self._n_section):
                 b = min(a + self._n_section, n_cells)
-                data = self._cells(context, a, b)
+                data = self._cells(context, seq_id, a, b)
                 yield StateSection(kind=SectionKind.CELLS, p0=a, p1=b, p_used=b, data=data)
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
-            data = self.take_tail(context, n_cells)
+            data = self.take_tail(context, seq_id, n_cells)
             yield StateSection(kind=SectionKind.TAIL, p0=n_cells, p1=n_cells, p_used=n_cells, data=data)
 
-    def _can_be_cut(self, context: NativeContext, n_cells: int) -> bool:
+    def _can_be_cut(self, context: NativeContext, seq_id: int, n_cells: int) -> bool:
         """Whether a hybrid's recurrent part comes last in its bytes, as it does for nearly all (engine-facts c2)."""
         if self._kind is not MemoryKind.HYBRID:
             return True
-        context.copy(LIVE, SCRATCH, n_cells - 1, n_cells)
+        context.copy(seq_id, SCRATCH, n_cells - 1, n_cells)
         try:
             whole, recurrent = context.get_state(SCRATCH), context.get_state(SCRATCH, PARTIAL)[_N_HEADER:]
         finally:
@@ -64,13 +64,13 @@ class StateCutter:
         n_body = len(whole) - len(recurrent)
         return n_body > _N_HEADER and whole[n_body:] == recurrent
 
-    def take_tail(self, context: NativeContext, n_cells: int) -> memoryview:
-        """The recurrent part of the live sequence as it is now."""
+    def take_tail(self, context: NativeContext, seq_id: int, n_cells: int) -> memoryview:
+        """The recurrent part of a sequence as it is now."""
         assert n_cells > 0
-        return _through_scratch(context, flags=PARTIAL if self._kind is MemoryKind.HYBRID else 0)
+        return _through_scratch(context, seq_id, flags=PARTIAL if self._kind is MemoryKind.HYBRID else 0)
 
-    def _cells(self, context: NativeContext, p0: int, p1: int) -> memoryview:
-        context.copy(LIVE, SCRATCH, p0, p1)
+    def _cells(self, context: NativeContext, seq_id: int, p0: int, p1: int) -> memoryview:
+        context.copy(seq_id, SCRATCH, p0, p1)
         try:
             whole = context.get_state(SCRATCH)
             if self._kind is not MemoryKind.HYBRID:
@@ -85,12 +85,12 @@ class StateCutter:
 
     # ------------------------------------------------------------ in
 
-    def put(self, context: NativeContext, sections: Iterable[StateSection], n_cells: int) -> None:
-        """Make the empty live sequence of ``context`` the one the sections were cut from.
+    def put(self, context: NativeContext, seq_id: int, sections: Iterable[StateSection], n_cells: int) -> None:
+        """Make a sequence the one the sections were cut from. It is empty, or holds the cells before them already.
 
         Raises:
-            MismatchError: the engine refused a section, or the result is not ``n_cells`` long; the live sequence is
-                empty afterwards.
+            MismatchError: the engine refused a section, or the result is not ``n_cells`` long; the sequence is empty
+                afterwards.
         """
         end = self._empty_tail(context)
         last_tail: StateSection | None = None
@@ -99,16 +99,17 @@ class StateCutter:
                 if section.kind is SectionKind.TAIL:
                     last_tail = section
                 elif section.kind is SectionKind.WHOLE:
-                    self._put_piece(context, section.data, -1, -1)
+                    context.remove(seq_id)  # it brings its own
+                    self._put_piece(context, seq_id, section.data, -1, -1)
                 else:
                     data = memoryview(b"".join((section.data, end))) if end else section.data
-                    self._put_piece(context, data, section.p0, section.p_used)
+                    self._put_piece(context, seq_id, data, section.p0, section.p_used)
             if last_tail is not None:
-                self._put_tail(context, last_tail.data)
-            self._check(context, n_cells)
+                self._put_tail(context, seq_id, last_tail.data)
+            self._check(context, seq_id, n_cells)
         except BaseException:
             context.remove(SCRATCH)
-            context.remove(LIVE)
+            context.remove(seq_id)
             raise
 
     def _empty_tail(self, context: NativeContext) -> bytes:
@@ -116,22 +117,22 @@ class StateCutter:
             return b""
         return bytes(context.get_state(SCRATCH, PARTIAL)[_N_HEADER:])
 
-    def _put_piece(self, context: NativeContext, data: memoryview, p0: int, p1: int) -> None:
+    def _put_piece(self, context: NativeContext, seq_id: int, data: memoryview, p0: int, p1: int) -> None:
         taken = context.set_state(SCRATCH, data)
         if taken:
-            context.copy(SCRATCH, LIVE, p0, p1)
+            context.copy(SCRATCH, seq_id, p0, p1)
         context.remove(SCRATCH)
         if not taken:
             raise MismatchError(f"the engine refused the stored state of positions {p0} to {p1}")
 
-    def _put_tail(self, context: NativeContext, data: memoryview) -> None:
+    def _put_tail(self, context: NativeContext, seq_id: int, data: memoryview) -> None:
         if self._kind is MemoryKind.RECURRENT:
-            self._put_piece(context, data, -1, -1)
-        elif not context.set_state(LIVE, data, PARTIAL):
+            self._put_piece(context, seq_id, data, -1, -1)
+        elif not context.set_state(seq_id, data, PARTIAL):
             raise MismatchError("the engine refused the stored recurrent state")
 
-    def _check(self, context: NativeContext, n_cells: int) -> None:
-        low, high = context.position_range(LIVE)
+    def _check(self, context: NativeContext, seq_id: int, n_cells: int) -> None:
+        low, high = context.position_range(seq_id)
         if high != n_cells - 1 or low > high or (low < 0) != (n_cells == 0):
             raise MismatchError(
                 f"the restored state covers positions {low} to {high}, its session has {n_cells} cells",
@@ -141,36 +142,36 @@ class StateCutter:
 
     # ------------------------------------------------------------ back
 
-    def can_go_back(self, context: NativeContext, n_cells: int) -> bool:
+    def can_go_back(self, context: NativeContext, seq_id: int, n_cells: int) -> bool:
         """Whether removing the cells beyond ``n_cells`` leaves all that positions up to there look at. The engine
         says yes for windowed memory that has lost what it needs (engine-facts d6)."""
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
             return False
-        low, _ = context.position_range(LIVE)
+        low, _ = context.position_range(seq_id)
         return low == 0 or (self._n_window > 0 and low <= n_cells - self._n_window)
 
-    def go_back_to_tail(self, context: NativeContext, n_cells: int, tail: memoryview | None) -> None:
-        """Make the live sequence what it was at ``n_cells``, where ``tail`` was taken; None or 0: empty it."""
+    def go_back_to_tail(self, context: NativeContext, seq_id: int, n_cells: int, tail: memoryview | None) -> None:
+        """Make a sequence what it was at ``n_cells``, where ``tail`` was taken; None or 0: empty it."""
         if tail is None or n_cells == 0:
-            context.remove(LIVE)
+            context.remove(seq_id)
             return
         if self._kind is MemoryKind.HYBRID:
-            context.copy(LIVE, SCRATCH, 0, n_cells)
-            context.remove(LIVE)
-            context.copy(SCRATCH, LIVE)
+            context.copy(seq_id, SCRATCH, 0, n_cells)
+            context.remove(seq_id)
+            context.copy(SCRATCH, seq_id)
             context.remove(SCRATCH)
         else:
-            context.remove(LIVE)
+            context.remove(seq_id)
         try:
-            self._put_tail(context, tail)
-            self._check(context, n_cells)
+            self._put_tail(context, seq_id, tail)
+            self._check(context, seq_id, n_cells)
         except BaseException:
-            context.remove(LIVE)
+            context.remove(seq_id)
             raise
 
 
-def _through_scratch(context: NativeContext, flags: int = 0) -> memoryview:
-    context.copy(LIVE, SCRATCH)
+def _through_scratch(context: NativeContext, seq_id: int, flags: int = 0) -> memoryview:
+    context.copy(seq_id, SCRATCH)
     try:
         return context.get_state(SCRATCH, flags)
     finally:

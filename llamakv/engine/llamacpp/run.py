@@ -1,0 +1,149 @@
+"""A sequence under way: what it has to read, then what it writes, and when it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from llamakv.engine.contract import RunRequest
+from llamakv.engine.llamacpp.native import Pointer
+from llamakv.engine.llamacpp.sampler import TokenChooser
+from llamakv.engine.llamacpp.shared import SequenceCells
+from llamakv.engine.text import TextStream, open_character
+from llamakv.errors import LlamakvError
+
+
+class LlamaRun:
+    """``Run`` of the contract; the scheduler moves it on.
+
+    ``tokens`` is the sequence's own list: it grows by what is written. A run without ``writer`` only reads.
+    """
+
+    def __init__(
+        self,
+        tokens: list[int],
+        *,
+        request: RunRequest | None,
+        n_ctx_max: int,
+        n_shareable: int,
+        priority: int,
+        cells: SequenceCells | None = None,
+        is_fragile: bool = False,
+    ) -> None:
+        self.tokens = tokens
+        self.request = request
+        self.n_ctx_max = n_ctx_max
+        self.n_shareable = n_shareable
+        self.number = priority
+        self.cells = cells
+        self.is_guest = cells is not None
+        self.is_fragile = is_fragile
+        self.writer: Writer | None = None
+        self.n_prompt = len(tokens)
+        self.n_reused = cells.n_cells if cells is not None else 0
+        self.n_evaluated = 0
+        self.finish_reason = ""
+        self.error: LlamakvError | None = None
+        self.started_s = self.first_token_s = self.ended_s = 0.0
+        self._held: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self.finish_reason) or self.error is not None
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens written, the end token included."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def text(self) -> str:
+        """All that was written and is certain."""
+        return self.writer.stream.text if self.writer is not None else ""
+
+    @property
+    def n_unread(self) -> int:
+        """Tokens still to evaluate before the pending one."""
+        return len(self.tokens) - 1 - (self.cells.n_cells if self.cells is not None else 0)
+
+    def take_text(self) -> str:
+        """The text that became certain since this was last asked."""
+        text = "".join(self._held)
+        self._held.clear()
+        return text
+
+    # ------------------------------------------------------------ the scheduler's
+
+    def begin(self, vocab: Pointer, n_vocab: int, token_bytes: Callable[[int], bytes]) -> None:
+        """It has its sequence now."""
+        now = time.perf_counter()
+        self.started_s = self.started_s or now
+        if self.request is not None and self.writer is None:
+            self.writer = Writer(self.request, self.tokens, vocab, n_vocab, token_bytes)
+
+    def add_token(self, index: int, context: Pointer, is_end: Callable[[int], bool]) -> None:
+        """Choose the next token from the logits at ``index`` of the decode call that took the pending one."""
+        assert self.writer is not None
+        token = self.writer.chooser.choose(context, len(self.tokens), index)
+        self.tokens.append(token)
+        now = time.perf_counter()
+        self.first_token_s = self.first_token_s or now
+        stream = self.writer.stream
+        if is_end(token):
+            self.end("stop")
+            return
+        piece = stream.feed(token)
+        if piece:
+            self._held.append(piece)
+        if stream.stopped:
+            self.end("stop")
+
+    def check_limits(self) -> None:
+        """End it where it may not write any more."""
+        if self.is_over or self.request is None:
+            return
+        n_max = self.request.sampling.max_tokens
+        timeout_s = self.request.timeout_s
+        if n_max is not None and self.n_generated >= n_max:
+            self.end("length")
+        elif timeout_s is not None and self.started_s and time.perf_counter() - self.started_s >= timeout_s:
+            self.end("timeout")
+        elif len(self.tokens) >= self.n_ctx_max:
+            self.end("context")
+
+    def end(self, reason: str) -> None:
+        """It is over, for this reason."""
+        if not self.is_over:
+            self.finish_reason = reason
+            self._close()
+
+    def fail(self, error: LlamakvError) -> None:
+        """It is over, with this error."""
+        if not self.is_over:
+            self.error = error
+            self._close()
+
+    def _close(self) -> None:
+        self.ended_s = time.perf_counter()
+        if self.writer is not None:
+            piece = self.writer.stream.finish()
+            if piece:
+                self._held.append(piece)
+            self.writer.chooser.close()
+
+
+class Writer:
+    """What a run that writes has: its sampler chain, and the way from tokens to text."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        tokens: Sequence[int],
+        vocab: Pointer,
+        n_vocab: int,
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        prime = open_character([token_bytes(token) for token in tokens[-4:]])
+        self.stream = TextStream(token_bytes, stops=request.sampling.stop, prime=prime)
+        self.chooser = TokenChooser(vocab, n_vocab, request.sampling, tokens)

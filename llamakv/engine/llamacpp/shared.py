@@ -1,0 +1,295 @@
+"""Sequences that live in one context, the cells they share, and a context that grows with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from llamakv.engine.contract import ModelInfo
+from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
+from llamakv.engine.llamacpp.state import SCRATCH, StateCutter
+from llamakv.errors import NoRoomError
+from llamakv.records import MemoryKind, StateSection
+
+N_SEQ_MAX = 256
+"""Sequences of a context at most (LLAMA_MAX_SEQ in llama-cparams.h), the scratch sequence among them."""
+
+_MIN_CTX = 512
+_MEMORY_SHARE = 0.9  # of the available memory, that growing may take
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceCells:
+    """The cells of one sequence: positions ``[0, n_cells)``, the first ``n_shared`` of which are also ``parent``'s.
+
+    ``n_branches`` sequences share some of its own.
+    """
+
+    seq_id: int
+    n_cells: int = 0
+    n_shared: int = 0
+    parent: SequenceCells | None = None
+    n_branches: int = 0
+
+    @property
+    def n_own(self) -> int:
+        """Cells that nobody before it has."""
+        return self.n_cells - self.n_shared
+
+
+class SharedContext:
+    """One native context that is replaced by a larger one when it has to be; at most ``n_cells_max`` cells.
+
+    ``n_seq`` sequences at most, apart from the scratch sequence. Not for use from two threads.
+    """
+
+    def __init__(
+        self,
+        open_context: Callable[[int], NativeContext],
+        *,
+        info: ModelInfo,
+        swa_full: bool,
+        n_seq: int,
+        n_ctx_min: int,
+        n_ctx_floor: int,
+        n_cells_max: int,
+    ) -> None:
+        self._open_context = open_context
+        self._info = info
+        self._n_ctx_floor = n_ctx_floor
+        self.n_cells_max = n_cells_max
+        self.cutter = StateCutter(info.kind, n_window=info.n_window, swa_full=swa_full)
+        self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
+        self.native = open_context(self._size(n_ctx_min))
+        self._free_ids = [seq_id for seq_id in range(n_seq, 0, -1) if seq_id != SCRATCH]
+        self._live: list[SequenceCells] = []
+        self.n_peak = 0
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def can_share_part(self) -> bool:
+        """Whether a branch may share the beginning of a sequence, at any place."""
+        return self._info.kind in (MemoryKind.DENSE, MemoryKind.WINDOWED) and not self._copies_whole
+
+    @property
+    def n_free_ids(self) -> int:
+        """Sequences that may still be added."""
+        return len(self._free_ids)
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use; one that several sequences share counts once."""
+        return sum(cells.n_own for cells in self._live)
+
+    @property
+    def n_ctx(self) -> int:
+        """Cells there is room for now."""
+        return min(self.native.n_ctx, self.n_cells_max)
+
+    # ------------------------------------------------------------ sequences
+
+    def add(self) -> SequenceCells:
+        """An empty sequence.
+
+        Raises:
+            NoRoomError: there are as many as the context was opened for.
+        """
+        if not self._free_ids:
+            raise NoRoomError(f"all {len(self._live)} sequences of the context are in use")
+        cells = SequenceCells(seq_id=self._free_ids.pop())
+        self._live.append(cells)
+        return cells
+
+    def fork(self, parent: SequenceCells, n_cells: int) -> SequenceCells:
+        """A sequence that shares the first ``n_cells`` cells of another; no cell is copied.
+
+        Raises:
+            NoRoomError: there are as many sequences as the context was opened for.
+            ValueError: the memory cannot share just a part, and a part is what was asked for.
+        """
+        if not 0 <= n_cells <= parent.n_cells or (n_cells not in (0, parent.n_cells) and not self.can_share_part):
+            raise ValueError(f"cannot share {n_cells} of {parent.n_cells} cells")
+        cells = self.add()
+        if n_cells:
+            whole = n_cells == parent.n_cells
+            self.native.copy(parent.seq_id, cells.seq_id, *((-1, -1) if whole else (0, n_cells)))
+            cells.parent, cells.n_shared, cells.n_cells = parent, n_cells, n_cells
+            parent.n_branches += 1
+        return cells
+
+    def drop(self, cells: SequenceCells) -> None:
+        """Free a sequence; its own cells are free then, those it shared stay with the parent.
+
+        Raises:
+            ValueError: others share its cells.
+        """
+        self.clear(cells)
+        self._live.remove(cells)
+        self._free_ids.append(cells.seq_id)
+
+    def clear(self, cells: SequenceCells) -> None:
+        """Empty a sequence; it shares nothing any more.
+
+        Raises:
+            ValueError: others share its cells.
+        """
+        self._check_alone(cells)
+        self.native.remove(cells.seq_id)
+        if cells.parent is not None:
+            cells.parent.n_branches -= 1
+        cells.parent, cells.n_cells, cells.n_shared = None, 0, 0
+
+    def cut(self, cells: SequenceCells, n_cells: int) -> bool:
+        """Keep the first ``n_cells`` cells, if the memory can do that and the rest is as it was then; else nothing
+        is changed."""
+        self._check_alone(cells)
+        context, seq_id = self.native, cells.seq_id
+        if n_cells == 0 or not self.cutter.can_go_back(context, seq_id, n_cells):
+            return False
+        if not context.remove(seq_id, n_cells):
+            return False
+        cells.n_cells = n_cells
+        cells.n_shared = min(cells.n_shared, n_cells)
+        return True
+
+    def go_back_to_tail(self, cells: SequenceCells, n_cells: int, tail: memoryview | None) -> None:
+        """Make a sequence what it was after ``n_cells`` tokens, where ``tail`` was taken (None: empty it)."""
+        self._check_alone(cells)
+        place = 0 if tail is None else n_cells
+        cells.n_cells, cells.n_shared = 0, min(cells.n_shared, place)
+        self.cutter.go_back_to_tail(self.native, cells.seq_id, place, tail)
+        cells.n_cells = place
+
+    def undo(self, cells: SequenceCells) -> None:
+        """Drop what a decode that was stopped may have left of dense memory."""
+        self.native.remove(cells.seq_id, cells.n_cells)
+
+    def _check_alone(self, cells: SequenceCells) -> None:
+        if cells.n_branches:
+            raise ValueError(f"{cells.n_branches} sequences share the cells of sequence {cells.seq_id}")
+
+    # ------------------------------------------------------------ state
+
+    def tail(self, cells: SequenceCells) -> memoryview:
+        """The recurrent part of a sequence as it is now."""
+        return self.cutter.take_tail(self.native, cells.seq_id, cells.n_cells)
+
+    def export(self, cells: SequenceCells, p0: int) -> Iterator[StateSection]:
+        """State beyond ``p0``, in sections."""
+        return self.cutter.cut(self.native, cells.seq_id, p0, cells.n_cells)
+
+    def restore(self, cells: SequenceCells, sections: Iterable[StateSection], n_cells: int) -> None:
+        """Fill an empty sequence; it is empty after a failure, and the others are as they were.
+
+        Raises:
+            MismatchError: the engine refused a section.
+            NoRoomError: there is no room for so many cells.
+        """
+        self.ensure(n_cells)
+        self.cutter.put(self.native, cells.seq_id, sections, n_cells)
+        cells.n_cells = n_cells
+        self.note_peak()
+
+    # ------------------------------------------------------------ room
+
+    def note_peak(self) -> None:
+        """Remember how many cells were in use at most."""
+        self.n_peak = max(self.n_peak, self.n_used)
+
+    def ensure(self, n_more: int, *, expected: int = 0) -> None:
+        """Have room for ``n_more`` cells beyond those in use, in a larger context if need be; one that is opened has
+        room for ``expected`` more, where it may.
+
+        Raises:
+            NoRoomError: that is more than ``n_cells_max``, or than memory is free; nothing was changed.
+        """
+        needed = self.n_used + n_more
+        if needed > self.n_cells_max:
+            raise NoRoomError(
+                f"{n_more} cells more are needed, {self.n_used} of {self.n_cells_max} are in use",
+                needed=needed,
+                limit=self.n_cells_max,
+            )
+        if needed > self.native.n_ctx:
+            if self._copies_whole:  # moved one by one, so that nothing is shared in the larger one
+                needed = sum(cells.n_cells for cells in self._live) + n_more
+            self._grow(self._size(min(max(needed, self.n_used + expected), max(needed, self.n_cells_max))))
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether a larger context is allowed."""
+        return self.native.n_ctx < self.n_cells_max
+
+    def enlarge(self) -> None:
+        """Have a context of twice the size, or as large as it may be.
+
+        Raises:
+            NoRoomError: memory is short; nothing was changed.
+        """
+        self._grow(self._size(min(2 * self.native.n_ctx, self.n_cells_max)))
+
+    def _size(self, n_tokens: int) -> int:
+        """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""
+        size = 1 << (max(_MIN_CTX, n_tokens) - 1).bit_length()
+        return max(min(size, max(self.n_cells_max, n_tokens)), self._n_ctx_floor)
+
+    def _grow(self, size: int) -> None:
+        self._check_memory(size)
+        larger = self._open_context(size)
+        try:
+            for cells in self._live:  # in the order they were made: parents come before their branches
+                self._move(cells, larger)
+        except BaseException:
+            larger.close()
+            raise
+        self.native.close()
+        self.native = larger
+        if self._copies_whole:
+            for cells in self._live:
+                self._forget_parent(cells)
+
+    def _move(self, cells: SequenceCells, larger: NativeContext) -> None:
+        shared = 0 if self._copies_whole else cells.n_shared
+        if shared and cells.parent is not None:
+            larger.copy(cells.parent.seq_id, cells.seq_id, 0, shared)
+        sections = self.cutter.cut(self.native, cells.seq_id, shared, cells.n_cells)
+        self.cutter.put(larger, cells.seq_id, sections, cells.n_cells)
+
+    @staticmethod
+    def _forget_parent(cells: SequenceCells) -> None:
+        if cells.parent is not None:
+            cells.parent.n_branches -= 1
+        cells.parent, cells.n_shared = None, 0
+
+    def _check_memory(self, n_ctx: int) -> None:
+        n_bytes = self.bytes_per_cell()
+        n_needed = n_bytes * n_ctx
+        n_free = int(psutil.virtual_memory().available * _MEMORY_SHARE)
+        if n_needed > n_free:
+            raise NoRoomError(
+                f"a context of {n_ctx} cells needs {n_needed} bytes, {n_free} bytes of memory are free",
+                hint="use a smaller cache type (--type-k q8_0 --type-v q8_0) in a new session",
+                needed=n_needed,
+                free=n_free,
+            )
+
+    def bytes_per_cell(self) -> int:
+        """What a cell takes, from the engine's own figures; 0 while too few are in use to tell."""
+        largest = max(self._live, key=lambda cells: cells.n_cells, default=None)
+        if largest is None or largest.n_cells < N_UBATCH or self._info.kind is MemoryKind.RECURRENT:
+            return 0
+        return self.native.state_size(largest.seq_id) // largest.n_cells
+
+    def n_cells_in_memory(self) -> int:
+        """Cells that the memory now free, and what the context has already, would hold; the limit if unknown."""
+        n_bytes = self.bytes_per_cell()
+        if n_bytes == 0:
+            return self.n_cells_max
+        return self.native.n_ctx + int(psutil.virtual_memory().available * _MEMORY_SHARE) // n_bytes
+
+    def close(self) -> None:
+        """Free the context."""
+        self.native.close()
