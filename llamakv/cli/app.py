@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from llamakv.cli import streams
-from llamakv.cli.commands import chat, inspect, load, save, sessions
+from llamakv.cli.commands import chat, fork, inspect, load, save, sessions
 from llamakv.cli.output import Output, exit_status
 from llamakv.cli.signals import ended
 from llamakv.errors import AbortedError, InterruptedByUser, LlamakvError, UsageError, WriteError
@@ -47,6 +47,7 @@ app = typer.Typer(
 app.command("chat")(chat.chat)
 app.command("save")(save.save)
 app.command("load")(load.load)
+app.command("fork")(fork.fork)
 app.command("inspect")(inspect.inspect)
 app.command("ls")(sessions.ls)
 app.command("rm")(sessions.rm)

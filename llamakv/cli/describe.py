@@ -10,6 +10,7 @@ from llamakv.records import MemorySettings, Message, ModelIdentity, Sampling
 
 if TYPE_CHECKING:
     from llamakv.ops.chat import ConversationStats
+    from llamakv.ops.fork import ForkSummary
     from llamakv.ops.requests import Answer, Opened, Saved
     from llamakv.store.session_file import SessionInfo, StoredSection
 
@@ -100,6 +101,48 @@ def answer_line(answer: Answer) -> str:
     if answer.saved is not None:
         parts.append(f"+{size(answer.saved.n_written)}")
     return " · ".join(part for part in parts if part)
+
+
+def fork_line(summary: ForkSummary) -> str:
+    """What a batch took, on one line."""
+    from llamakv.cli.render import count, rate, seconds
+
+    parts = [count(summary.n_answers, "answer")]
+    if summary.n_errors:
+        parts.append(count(summary.n_errors, "error"))
+    if summary.n_skipped:
+        parts.append(f"{summary.n_skipped:,} skipped")
+    prefix = f"{summary.reused:,} reused" if summary.reused or not summary.evaluated else ""
+    read = f"{summary.evaluated:,} evaluated" if summary.evaluated else ""
+    parts.append("prefix " + " and ".join(part for part in (prefix, read) if part))
+    parts.append(f"{summary.branch_evaluated:,} evaluated, {summary.generated:,} generated")
+    parts.append(f"{seconds(summary.elapsed_s)}, {rate(summary.generated, summary.elapsed_s)}".rstrip(", "))
+    parts.append(f"{summary.n_parallel} at once" if summary.decoded_together else "one at a time")
+    parts.append(f"up to {summary.n_cells_peak:,} cells")
+    return " · ".join(parts)
+
+
+def fork_json(summary: ForkSummary) -> dict[str, Json]:
+    """A batch as data."""
+    return {
+        "answers": summary.n_answers,
+        "errors": summary.n_errors,
+        "skipped": summary.n_skipped,
+        "reused": summary.reused,
+        "evaluated": summary.evaluated,
+        "branch_reused": summary.branch_reused,
+        "branch_evaluated": summary.branch_evaluated,
+        "generated": summary.generated,
+        "parallel": summary.n_parallel,
+        "decoded_together": summary.decoded_together,
+        "cells_peak": summary.n_cells_peak,
+        "steps": summary.n_steps,
+        "restore_s": summary.restore_s,
+        "model_load_s": summary.model_load_s,
+        "elapsed_s": summary.elapsed_s,
+        "tokens_per_s": summary.generated / summary.elapsed_s if summary.elapsed_s > 0 else 0.0,
+        "interrupted": summary.interrupted,
+    }
 
 
 def history_text(messages: Iterable[Message]) -> str:

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
-_STREAMING = frozenset({"chat"})
+_STREAMING = frozenset({"chat", "fork"})
 """Commands whose ``--json`` output is lines with a ``type``; the closing document is the line of type ``done``."""
 
 _BOLD_RED, _YELLOW, _DIM = "1;31", "33", "2"
@@ -91,6 +91,17 @@ class Output:
     def line(self, kind: str, data: Mapping[str, Json]) -> None:
         """One JSON line of a ``type``."""
         self._write_json({"type": kind, **data})
+
+    def stream_line(self, kind: str, data: Mapping[str, Json]) -> None:
+        """As ``line``, from inside an op, in one write: what fails is remembered, as with ``stream``."""
+        if self.stopped:
+            return
+        try:
+            self.line(kind, data)
+        except streams.PipeClosed:
+            pass
+        except WriteError as error:
+            self._write_error = error
 
     def document(self, data: Json, *, status: str = "ok", errors: Sequence[Json] = ()) -> None:
         """The closing JSON document; written once, later calls are ignored."""

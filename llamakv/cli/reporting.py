@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def running(output: Output, *, text: Callable[[str], None] | None = None) -> Iterator[Reporter]:
     """Run an op: yields its reporter. Progress is cleared away, and signals only set flags until it is over.
 
-    ``text`` takes the reply as it comes (None: it is not shown).
+    ``text`` takes what the reporter's ``text`` is given, once the progress line is out of its way (None: it is not
+    shown).
     """
     from llamakv.cli.render.progress import ProgressLine
     from llamakv.ops.requests import Reporter
@@ -51,6 +52,7 @@ def running(output: Output, *, text: Callable[[str], None] | None = None) -> Ite
                 notice=on_notice,
                 warning=on_warning,
                 progress=on_progress,
+                rate=line.set_rate,
                 text=on_text,
                 should_abort=should_abort,
             )

@@ -114,7 +114,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """How to go on: keep the first ``n_keep`` tokens, then read the pieces.
+    """How to go on: keep the first ``n_keep`` tokens, then read the pieces: messages from ``first_new`` on.
 
     ``replace_pending`` says that the last kept token is an end-of-reply token which the pieces write again.
     ``rewritten_from`` is the index of the first old message that has to be read again, None if all stay as read.
@@ -122,6 +122,7 @@ class TurnPlan:
 
     n_keep: int
     pieces: tuple[Piece, ...]
+    first_new: int = 0
     replace_pending: bool = False
     rewritten_from: int | None = None
 
@@ -141,13 +142,14 @@ def plan_turn(
     start both have in common, or to the very beginning.
     """
     text = template.render(new, open_reply=True)
-    last_index = len(new) - 1
     if old and n_tokens > 0:
         for read in _texts_as_read(template, old):
             if text.startswith(read):
+                first = min(len(old), len(new) - 1)
                 return TurnPlan(
                     n_keep=n_tokens,
-                    pieces=(Piece(index=last_index, text=text[len(read) :]),),
+                    pieces=_cut_at_messages(template, new, text, first=first, start=len(read)),
+                    first_new=first,
                     replace_pending=ends_with_end_token and old[-1].role == "assistant",
                 )
         for index in range(len(old) - 1, 0, -1):
@@ -155,7 +157,7 @@ def plan_turn(
                 read = template.render(old[:index], open_reply=True)
                 if text.startswith(read):
                     pieces = _cut_at_messages(template, new, text, first=index, start=len(read))
-                    return TurnPlan(n_keep=old[index].p0, pieces=pieces, rewritten_from=index)
+                    return TurnPlan(n_keep=old[index].p0, pieces=pieces, first_new=index, rewritten_from=index)
     pieces = _cut_at_messages(template, new, text, first=0, start=0)
     return TurnPlan(n_keep=0, pieces=pieces, rewritten_from=0 if old and n_tokens > 0 else None)
 

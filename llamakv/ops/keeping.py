@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -10,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamakv import __version__
-from llamakv.engine.contract import LiveSequence
+from llamakv.engine.contract import LiveSequence, Run, Scheduler
+from llamakv.engine.prompt import template_digest
+from llamakv.engine.text import join
 from llamakv.errors import (
     ConflictError,
     ExistsError,
@@ -18,14 +21,16 @@ from llamakv.errors import (
     LlamakvError,
     LockedError,
     NotFoundError,
+    StoreError,
     UsageError,
 )
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Compress, Reporter, Saved
-from llamakv.records import Chat, Lineage, Sampling, SectionKind, SessionRecord, StateSection
+from llamakv.records import Chat, Lineage, Message, Sampling, SectionKind, SessionRecord, StateSection
 from llamakv.store import codec as store_codec
 from llamakv.store.session_file import (
     SessionInfo,
+    SessionReader,
     StoredSection,
     create_session,
     extend_session,
@@ -179,6 +184,96 @@ class Keeper:
             updated_s=time.time(),
             llamakv_version=__version__,
         )
+
+
+class BranchKeeper:
+    """Keeps branches of one session as sessions of their own; what they share with it is copied from its file as it is.
+
+    ``n_stored`` leading cells in memory are what that file holds. The file is only read.
+    """
+
+    def __init__(
+        self, opened: OpenModel, parent: SessionInfo, *, compress: Compress, n_stored: int, template: str | None
+    ) -> None:
+        self._opened = opened
+        self._parent = parent
+        self._compress = store_codec.Compress(compress)
+        self._n_stored = n_stored
+        self._template = template
+
+    def save(
+        self,
+        path: Path,
+        scheduler: Scheduler,
+        run: Run,
+        *,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        name: str | None,
+        overwrite: bool,
+    ) -> SessionInfo:
+        """Write the session of a run that is over and kept its cells; ``messages`` are those it replied to.
+
+        Raises:
+            ExistsError, WriteError, LockedError: nothing was changed.
+        """
+        record = self._record(run, messages, sampling, name)
+        n_shared = min(self._n_stored, run.n_reused)
+        with contextlib.ExitStack() as stack:
+            keep: tuple[StoredSection, ...] = ()
+            source = None
+            with contextlib.suppress(StoreError, NotFoundError):
+                source = stack.enter_context(SessionReader(self._parent.path))
+                if source.info.commit == self._parent.commit:
+                    keep = _without_whole(sections_to_keep(self._parent.sections, n_shared))
+            n_kept = n_shared if keep else 0
+            sections = scheduler.export(run, n_kept)
+            return create_session(
+                path, record, sections, compress=self._compress, overwrite=overwrite, source=source, keep=keep
+            )
+
+    def _record(self, run: Run, messages: Sequence[Message], sampling: Sampling, name: str | None) -> SessionRecord:
+        opened, parent, now = self._opened, self._parent.record, time.time()
+        tokens = tuple(run.tokens)
+        n_prompt = len(tokens) - run.n_generated
+        chat, text = None, None
+        if self._template is not None:
+            reply = Message(role="assistant", content=run.text, p0=n_prompt, p1=len(tokens), finish=run.finish_reason)
+            chat = Chat(
+                template=self._template,
+                template_digest=template_digest(self._template),
+                messages=(*messages, reply) if run.n_generated else tuple(messages),
+            )
+        else:
+            text = join(opened.model.token_bytes(token) for token in tokens)
+        lineage = Lineage(
+            session_id=uuid.uuid4().hex,
+            parent_id=parent.lineage.session_id,
+            parent_position=n_common(parent.tokens, tokens),
+            name=name,
+            created_s=now,
+            updated_s=now,
+            n_saves=1,
+            llamakv_version=__version__,
+        )
+        return SessionRecord(
+            identity=opened.identity,
+            kind=opened.info.kind,
+            settings=opened.model.settings,
+            versions=opened.model.versions,
+            tokens=tokens,
+            sampling=sampling,
+            lineage=lineage,
+            chat=chat,
+            n_ctx=opened.sequence.n_ctx,
+            text=text,
+        )
+
+
+def _without_whole(sections: tuple[StoredSection, ...]) -> tuple[StoredSection, ...]:
+    """Sections that others can follow; none, if they do not begin at the first cell."""
+    kept = tuple(section for section in sections if section.kind is not SectionKind.WHOLE)
+    return kept if any(section.kind is SectionKind.CELLS for section in kept) else ()
 
 
 def n_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -114,25 +114,30 @@ class OpenModel:
 
     def open_sequence(self, n_tokens: int = 1) -> LiveSequence:
         """Open a context with room for ``n_tokens``; it becomes the live one and replaces the one before."""
-        fresh = self.model.open_sequence(
-            self.memory, n_ctx_min=n_tokens, n_ctx_max=self.n_ctx_max(), n_threads=self.n_threads
-        )
+        fresh = self._open(n_tokens)
         if self._sequence is not None:
             self._sequence.close()
         self._sequence = fresh
         return fresh
+
+    def _open(self, n_tokens: int) -> LiveSequence:
+        n_parallel, n_ctx_max = self.request.n_parallel, self.n_ctx_max()
+        return self.model.open_scheduler(
+            self.memory,
+            n_parallel=n_parallel,
+            n_ctx_min=n_tokens,
+            n_ctx_max=n_ctx_max,
+            # branches may have more cells than one of them has tokens, unless the user sets a limit
+            n_cells_max=n_ctx_max if n_parallel == 0 or self.request.n_ctx is not None else None,
+            n_threads=self.n_threads,
+        ).root
 
     def restore_beside(
         self, info: SessionInfo, reporter: Reporter, accept: Callable[[SessionInfo], None]
     ) -> SessionInfo:
         """Restore another session of the same model into a context of its own, which becomes the live one only when
         all went well, ``accept`` of what was read included. Returns what was read, as ``restore_from_file`` does."""
-        fresh = self.model.open_sequence(
-            self.memory,
-            n_ctx_min=len(info.record.tokens),
-            n_ctx_max=self.n_ctx_max(),
-            n_threads=self.n_threads,
-        )
+        fresh = self._open(len(info.record.tokens))
         try:
             info = restore_from_file(fresh, info, reporter)
             accept(info)

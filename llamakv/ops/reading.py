@@ -71,8 +71,7 @@ def placed(
 
     ``end_gives_way``: the end token of the reply before was replaced by text of the first piece, which going back to
     that reply must not leave behind."""
-    first_new = 0 if plan.n_keep == 0 else len(wanted) - 1
-    index = first_new if plan.rewritten_from is None else plan.rewritten_from
+    index = plan.first_new
     messages, position = list(wanted), plan.n_keep - end_gives_way
     if end_gives_way:
         messages[index - 1] = replace(messages[index - 1], p1=position)

@@ -19,8 +19,8 @@ class ModelRequest:
 
     ``path`` is the model file the user named now, ``default`` the one the environment names, ``demo`` the one the demo
     extra brings; ``folders`` are searched for a session's model. ``adapters`` are LoRA files with their scales.
-    ``n_ctx`` is the largest context the user allows, in cells. ``on_log`` gets the engine's own log. ``cache_dir`` is
-    where digests of model files are remembered.
+    ``n_ctx`` is the largest context the user allows, in cells; ``n_parallel`` branches share it at the same time.
+    ``on_log`` gets the engine's own log. ``cache_dir`` is where digests of model files are remembered.
     """
 
     path: Path | None = None
@@ -31,6 +31,7 @@ class ModelRequest:
     n_gpu_layers: int = 0
     n_threads: int | None = None
     n_ctx: int | None = None
+    n_parallel: int = 0
     on_log: Callable[[str], None] | None = None
     cache_dir: Path
 
@@ -87,13 +88,15 @@ def _never() -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
     """Callbacks of an op. ``notice`` takes one line meant for the user, ``warning`` one that must not be hidden;
-    ``progress`` a phase (``"digest"``, ``"load"``,
-    ``"prefill"``, ``"restore"``, ``"save"``), what is done and the total (bytes for ``digest`` and ``load``, else
-    tokens); ``text`` text of the reply as it comes; ``should_abort`` is asked often and must be quick."""
+    ``progress`` a phase (``"digest"``, ``"load"``, ``"prefill"``, ``"restore"``, ``"save"``, ``"answers"``), what is
+    done and the total (bytes for ``digest`` and ``load``, answers for ``answers``, else tokens); ``rate`` the tokens
+    per second that go with it; ``text`` text of the reply as it comes; ``should_abort`` is asked often and must be
+    quick."""
 
     notice: Callable[[str], None] = _ignore
     warning: Callable[[str], None] = _ignore
     progress: Callable[[str, int, int], None] = _ignore
+    rate: Callable[[float], None] = _ignore
     text: Callable[[str], None] = _ignore
     should_abort: Callable[[], bool] = _never
 

@@ -19,8 +19,12 @@ _PHASES = {
     "prefill": "reading",
     "restore": "restoring",
     "save": "saving",
+    "answers": "answering",
 }
 _IN_BYTES = frozenset({"digest", "load", "read"})
+_NOUNS = {"answers": "answer"}
+"""What a phase counts, where that is not tokens."""
+
 _DELAY_S = 0.3
 
 
@@ -36,6 +40,11 @@ class ProgressLine:
         self._phase = ""
         self._began_s = 0.0
         self._first = 0
+        self._rate: float | None = None
+
+    def set_rate(self, tokens_per_s: float) -> None:
+        """Take an op's ``rate`` callback."""
+        self._rate = tokens_per_s
 
     def update(self, phase: str, n_done: int, n_total: int) -> None:
         """Take an op's ``progress`` callback."""
@@ -47,10 +56,12 @@ class ProgressLine:
             self._phase, self._began_s, self._first = phase, now, n_done
         if self._progress is None and now - self._began_s >= _DELAY_S and n_done < n_total:
             self._progress = self._start(phase)
-            self._progress.add_task(_PHASES.get(phase, phase), total=n_total, completed=n_done, at_s=now)
+            self._progress.add_task(
+                _PHASES.get(phase, phase), total=n_total, completed=n_done, at_s=now, rate=self._rate
+            )
         elif self._progress is not None:
             task = self._progress.tasks[0]
-            self._progress.update(task.id, completed=n_done, total=n_total, at_s=now)
+            self._progress.update(task.id, completed=n_done, total=n_total, at_s=now, rate=self._rate)
 
     def clear(self) -> None:
         """Take the line away."""
@@ -67,7 +78,12 @@ class ProgressLine:
         progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=18),
-            _Amount(in_bytes=phase in _IN_BYTES, began_s=self._began_s, first=self._first),
+            _Amount(
+                in_bytes=phase in _IN_BYTES,
+                noun=_NOUNS.get(phase, "token"),
+                began_s=self._began_s,
+                first=self._first,
+            ),
             console=console,
             transient=True,
             redirect_stdout=False,
@@ -81,9 +97,10 @@ class ProgressLine:
 class _Amount(ProgressColumn):
     """``1,234 of 5,000 tokens · 120.0 tokens/s · 31 s left``."""
 
-    def __init__(self, *, in_bytes: bool, began_s: float, first: int) -> None:
+    def __init__(self, *, in_bytes: bool, noun: str, began_s: float, first: int) -> None:
         super().__init__()
         self._in_bytes = in_bytes
+        self._noun = noun
         self._began_s = began_s
         self._first = first
 
@@ -95,9 +112,10 @@ class _Amount(ProgressColumn):
         if self._in_bytes:
             parts = [f"{render.size(done)} of {render.size(total)}"]
         else:
-            parts = [f"{done:,} of {render.count(total, 'token')}"]
-            if speed > 0:
-                parts.append(f"{speed:,.0f} tokens/s")
+            parts = [f"{done:,} of {render.count(total, self._noun)}"]
+            rate: float | None = task.fields.get("rate") if self._noun != "token" else speed
+            if rate:
+                parts.append(f"{rate:,.0f} tokens/s")
         if speed > 0 and total > done:
             parts.append(f"{_coarse((total - done) / speed - (time.monotonic() - at_s))} left")
         return Text(" · ".join(parts))

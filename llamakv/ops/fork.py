@@ -1,0 +1,208 @@
+"""Many prompts from one saved prefix: its cells are shared, branches are decoded together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from llamakv.errors import ConflictError, UsageError
+from llamakv.ops.batch import (
+    N_PARALLEL,
+    Batch,
+    BranchResult,
+    ForkProgress,
+    ForkRequest,
+    ForkSummary,
+    SaveTarget,
+)
+from llamakv.ops.branches import Branch, BranchPlanner, branches_of
+from llamakv.ops.going_back import go_back
+from llamakv.ops.keeping import BranchKeeper
+from llamakv.ops.matching import merge_sampling
+from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.places import Base, check_place, cut_at, whole
+from llamakv.ops.reading import template_of
+from llamakv.ops.requests import Reporter
+from llamakv.records import MemoryKind, SessionRecord
+from llamakv.store.session_file import SessionInfo, check_writable, read_session
+
+__all__ = [
+    "N_PARALLEL",
+    "BranchResult",
+    "ForkProgress",
+    "ForkRequest",
+    "ForkSummary",
+    "SaveTarget",
+    "fork_session",
+    "read_done",
+]
+
+
+def fork_session(
+    request: ForkRequest,
+    reporter: Reporter,
+    *,
+    on_result: Callable[[BranchResult], None],
+    on_progress: Callable[[ForkProgress], None],
+) -> ForkSummary:
+    """Answer every prompt in a branch of its own. ``on_result`` gets each as soon as its turn to be told has come.
+
+    What is wrong with a single prompt is its result's error. Stopped by ``should_abort``, what is finished is told, and
+    the summary says so.
+
+    Raises:
+        LlamakvError: the session or the model cannot be used; no prompt was answered, nothing was changed on disk.
+    """
+    if request.at is not None:
+        check_place(request.at)
+    branches = branches_of(request.prompts, request.n_samples)
+    targets = _targets(request, branches)
+    info = read_session(request.path)
+    sampling = merge_sampling(request.sampling, info.record.sampling)
+    model = replace(request.model, n_parallel=_n_parallel(request, info.record, len(branches)))
+    opened, info, back = resume(request.path, model, request.memory, request.options, reporter, info)
+    with opened:
+        opened.model.check_sampling(sampling)
+        base, reused = _base(opened, info, back.reused, request, reporter)
+        record = info.record
+        template = (
+            None if record.chat is None else template_of(opened, record.chat.template, now_s=record.lineage.created_s)
+        )
+        planner = BranchPlanner(
+            opened,
+            base,
+            template,
+            sampling=sampling,
+            timeout_s=request.timeout_s,
+            keeps_cells=request.save_as is not None,
+            is_random=request.sampling.seed == -1,
+        )
+        done = _check_done(request, planner, branches)
+        if sampling.temperature <= 0 and request.n_samples > 1:
+            reporter.notice("temperature is 0: all samples of a prompt will be the same")
+        scheduler = opened.sequence.scheduler
+        if not scheduler.decodes_together and len(branches) > 1:
+            reporter.notice(
+                f"this model's memory ({opened.info.kind}) is not decoded together: one branch at a time"
+                if request.memory.swa != "window"
+                else "window-only memory is not decoded together: one branch at a time"
+            )
+        keeper = BranchKeeper(
+            opened,
+            info,
+            compress=request.compress,
+            n_stored=reused,
+            template=None if template is None else template.source,
+        )
+        batch = Batch(request, scheduler, planner, keeper, targets, branches, done, on_result, on_progress)
+        interrupted = batch.run(reporter.should_abort)
+        return batch.summary(
+            reused=reused,
+            evaluated=opened.sequence.n_cells - reused,
+            restore_s=back.restore_s,
+            model_load_s=back.model_load_s,
+            interrupted=interrupted,
+        )
+
+
+def _targets(request: ForkRequest, branches: Sequence[Branch]) -> dict[int, SaveTarget]:
+    """Where branches are kept, by index; refused before anything is run.
+
+    Raises:
+        UsageError: two would be the same file, or one the session itself.
+        ExistsError: one is there already, and may not be overwritten.
+    """
+    if request.save_as is None:
+        return {}
+    targets: dict[int, SaveTarget] = {}
+    taken = {os.path.realpath(request.path): "the session itself"}
+    for branch in branches:
+        target = request.save_as(branch.id)
+        before = taken.setdefault(os.path.realpath(target.path), f"id {branch.id!r}")
+        if before != f"id {branch.id!r}":
+            raise UsageError(
+                f"id {branch.id!r} would be saved to {target.path}, which is {before}",
+                hint="use {id} in --save-as: --save-as 'answer-{id}'",
+            )
+        if str(branch.id) not in request.done:
+            check_writable(target.path, overwrite=request.overwrite)
+        targets[branch.index] = target
+    return targets
+
+
+def _n_parallel(request: ForkRequest, record: SessionRecord, n_branches: int) -> int:
+    """Branches at the same time: not more than there are, and one where they cannot share calls anyway."""
+    swa_full = record.settings.swa_full if request.memory.swa is None else request.memory.swa == "full"
+    alone = record.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) or (
+        record.kind is MemoryKind.WINDOWED and not swa_full
+    )
+    return 1 if alone else max(1, min(request.n_parallel, n_branches))
+
+
+def _base(
+    opened: OpenModel, info: SessionInfo, reused: int, request: ForkRequest, reporter: Reporter
+) -> tuple[Base, int]:
+    """What all branches begin with, in memory; and how many of its cells came from the file."""
+    if request.at is None:
+        return whole(info.record), reused
+    base = cut_at(info.record, request.at, opened.model)
+    if len(base.tokens) < len(info.record.tokens):
+        kept = go_back(opened.sequence, info if reused else None, len(base.tokens), reporter).n_kept
+        reused = min(reused, kept)
+    return base, reused
+
+
+def _check_done(request: ForkRequest, planner: BranchPlanner, branches: Sequence[Branch]) -> frozenset[int]:
+    """Which branches were answered before, by index.
+
+    Raises:
+        ConflictError: one was answered for another prompt, or with other options.
+    """
+    done = set()
+    for branch in branches:
+        before = request.done.get(str(branch.id))
+        if before is None:
+            continue
+        now = planner.plan(branch).key
+        if before != now:
+            raise ConflictError(
+                f"{branch.prompt.where}: id {branch.id!r} was answered before for another prompt, session, model or "
+                f"options (key {before}, now {now})",
+                hint="write to another file, or leave out --skip-done",
+                expected=before,
+                actual=now,
+            )
+        done.add(branch.index)
+    return frozenset(done)
+
+
+def read_done(text: str, name: str, reporter: Reporter) -> dict[str, str]:
+    """The keys of answers in an earlier output of ``fork``, by id. Errors in it count as not done; so does a last line
+    that was not finished.
+
+    Raises:
+        UsageError: a line is not what ``fork`` writes.
+    """
+    found: dict[str, str] = {}
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            kind = values["type"]
+            if kind == "answer":
+                found[str(values["id"])] = str(values["key"])
+            elif kind == "error":
+                found.pop(str(values["id"]), None)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                reporter.notice(f"{name} line {number} was not finished: its prompt is answered again")
+                continue
+            raise UsageError(
+                f"{name} line {number} is not a line of answers as fork writes them",
+                hint="name the JSON lines of an earlier run: --skip-done answers.jsonl",
+            ) from error
+    return found

@@ -1,0 +1,336 @@
+"""Branches that a scheduler runs against the same branches run alone: token ids, and the logits of every choice.
+
+One at a time they are equal bit for bit. Decoded together they are equal within ``NOISE``: the matrix kernels add in
+another order when a call has more rows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as api
+
+from llamakv.engine.contract import MemoryRequest, RunRequest
+from llamakv.engine.llamacpp import LlamaModel
+from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext, Rows
+from llamakv.engine.llamacpp.run import LlamaRun
+from llamakv.engine.llamacpp.scheduler import LlamaScheduler
+from llamakv.records import Sampling, StateSection
+from tests.engine.test_sequence import KINDS, open_sequence, saved, tokens_of
+from tests.models.vocabulary import N_TOKENS
+
+NOISE = 0.01
+"""How far a logit of a branch decoded with others may be from the one of the branch alone, in standard deviations of
+its logits. The largest of 9,000 choices in these tests was 0.0047 (f16) and 0.0087 (q8_0, whose rounding a small
+difference may tip over; there 0.02 is allowed). Two logits that both move by half of it change places when they are
+closer than that, so ids have to be equal where the two likeliest are further apart."""
+NOISE_Q8_0 = 0.02
+
+SUFFIXES = (0, 1, 255, 256, 257, 3, 17, 40, 90)
+assert N_UBATCH in SUFFIXES
+N_STEPS_MAX = 50_000
+
+Logits = list[np.ndarray]
+Seen = dict[LlamaRun, Logits]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a run wrote, and the logits it chose from."""
+
+    ids: list[int]
+    logits: Logits
+    finish_reason: str
+
+
+@contextmanager
+def watching() -> Iterator[Seen]:
+    """The logits of each choice of each run, as they come."""
+    seen: Seen = {}
+    original = LlamaRun.add_token
+
+    def add_token(run: LlamaRun, index: int, context: object, is_end: object) -> None:
+        pointer = api.llama_get_logits_ith(context, index)
+        seen.setdefault(run, []).append(np.ctypeslib.as_array(pointer, (N_TOKENS,)).copy())
+        original(run, index, context, is_end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRun, "add_token", add_token)
+        yield seen
+
+
+def open_scheduler(
+    model: LlamaModel,
+    n_parallel: int,
+    *,
+    n_ctx: int = 512,
+    n_ctx_max: int = 4096,
+    n_cells_max: int | None = None,
+    **memory,
+) -> LlamaScheduler:
+    return model.open_scheduler(
+        MemoryRequest(**memory),
+        n_parallel=n_parallel,
+        n_ctx_min=n_ctx,
+        n_ctx_max=n_ctx_max,
+        n_cells_max=n_cells_max,
+        n_threads=1,
+    )
+
+
+def request(tokens: Sequence[int], n: int | None = None, **settings) -> RunRequest:
+    """A run of ``n`` tokens; other settings are ``Sampling``'s or the request's."""
+    own = {name: settings.pop(name) for name in ("timeout_s", "keeps_cells") if name in settings}
+    return RunRequest(tokens=tuple(tokens), sampling=Sampling(max_tokens=n, **settings), **own)
+
+
+def drive(scheduler: LlamaScheduler, runs: Iterable[LlamaRun]) -> None:
+    """Step until these are over."""
+    runs = list(runs)
+    for _ in range(N_STEPS_MAX):
+        if all(run.is_over for run in runs):
+            return
+        scheduler.step()
+    pytest.fail(f"still not over: {[run.number for run in runs if not run.is_over]}, {scheduler.counts}")
+
+
+def run_all(scheduler: LlamaScheduler, requests: Iterable[RunRequest]) -> tuple[list[LlamaRun], list[Written]]:
+    with watching() as seen:
+        runs = [scheduler.submit(one) for one in requests]
+        drive(scheduler, runs)
+    return runs, [written(run, seen) for run in runs]
+
+
+def written(run: LlamaRun, seen: Seen) -> Written:
+    assert run.error is None
+    return Written(ids=run.tokens[run.n_prompt :], logits=seen.get(run, []), finish_reason=run.finish_reason)
+
+
+def alone(
+    model: LlamaModel,
+    prefix: Sequence[int],
+    sections: Iterable[StateSection],
+    branches: Iterable[tuple[Sequence[int], Sampling]],
+    **memory,
+) -> list[Written]:
+    """Each branch by itself, the only one in its context: restore the prefix, append the suffix, write."""
+    sequence = open_sequence(model, **memory)
+    results = []
+    for suffix, sampling in branches:
+        sequence.restore(prefix, sections)
+        if suffix:
+            sequence.extend(suffix)
+        with watching() as seen:
+            run = sequence.write(sampling)
+            drive(sequence.scheduler, [run])
+            results.append(written(run, seen))
+        sequence.stop()
+    sequence.close()
+    return results
+
+
+def prefilled(model: LlamaModel, prefix: Sequence[int], **memory) -> list[StateSection]:
+    """The state of a prefix, as a file keeps it."""
+    sequence = open_sequence(model, **memory)
+    sequence.extend(prefix)
+    sections = saved(sequence)
+    sequence.close()
+    return sections
+
+
+def is_same(actual: Written, expected: Written) -> bool:
+    """Whether all is equal, to the bit."""
+    return (actual.ids, actual.finish_reason) == (expected.ids, expected.finish_reason) and all(
+        np.array_equal(a, b) for a, b in zip(actual.logits, expected.logits, strict=True)
+    )
+
+
+def check_close(actual: Written, expected: Written, noise: float = NOISE) -> bool:
+    """Check that one equals the other within the noise, up to a tie that fell the other way; whether all ids are
+    equal."""
+    for i, (a, b) in enumerate(zip(actual.logits, expected.logits, strict=False)):
+        allowed = noise * float(b.std())
+        assert float(np.abs(a - b).max()) <= allowed, f"choice {i}"
+        if actual.ids[i] != expected.ids[i]:
+            second, first = np.sort(b)[-2:]
+            assert float(first - second) <= allowed, f"choice {i} is another one, and was no tie"
+            return False
+    assert (actual.ids, actual.finish_reason) == (expected.ids, expected.finish_reason)
+    return True
+
+
+def check_all_close(actual: Sequence[Written], expected: Sequence[Written], noise: float = NOISE) -> None:
+    """Check that each equals the other within the noise, and 95 % of them in every id."""
+    n_equal = sum(check_close(a, b, noise) for a, b in zip(actual, expected, strict=True))
+    assert n_equal >= 0.95 * len(expected)
+
+
+# ---------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A prefix, branches of it, and what each of them writes alone."""
+
+    model: LlamaModel
+    memory: dict[str, object]
+    prefix: list[int]
+    branches: list[tuple[list[int], Sampling]]
+    expected: list[Written]
+
+    @property
+    def noise(self) -> float:
+        return NOISE_Q8_0 if "type_k" in self.memory else NOISE
+
+    def scheduler(self, n_parallel: int, **room: int) -> LlamaScheduler:
+        scheduler = open_scheduler(self.model, n_parallel, **room, **self.memory)
+        scheduler.root.extend(self.prefix)
+        return scheduler
+
+    def run(self, n_parallel: int, **room: int) -> tuple[LlamaScheduler, list[Written]]:
+        scheduler = self.scheduler(n_parallel, **room)
+        requests = [RunRequest(tokens=(*self.prefix, *suffix), sampling=s) for suffix, s in self.branches]
+        return scheduler, run_all(scheduler, requests)[1]
+
+
+def make_case(model: LlamaModel, lengths: Sequence[tuple[int, int]], n_prefix: int = 300, **memory) -> Case:
+    """Branches of these lengths: tokens in the suffix, tokens to write."""
+    prefix = tokens_of(model, n_prefix, seed=99)
+    branches = [
+        (tokens_of(model, n_suffix, seed=i), Sampling(max_tokens=n)) for i, (n_suffix, n) in enumerate(lengths)
+    ]
+    expected = alone(model, prefix, prefilled(model, prefix, **memory), branches, **memory)
+    return Case(model=model, memory=memory, prefix=prefix, branches=branches, expected=expected)
+
+
+def mixed(n: int, *, seed: int = 1) -> list[tuple[int, int]]:
+    """Lengths of ``n`` branches, the ones around a call's size among them, with 1 to 16 tokens to write."""
+    numbers = random.Random(seed)
+    return [(SUFFIXES[i % len(SUFFIXES)], numbers.randint(1, 16)) for i in range(n)]
+
+
+Q8_0 = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}
+NO_FLASH = {"flash_attn": False}
+CASES = [
+    *((name, {}) for name in (*KINDS, "ME")),
+    ("M", Q8_0),
+    *(pytest.param((name, Q8_0), marks=pytest.mark.slow) for name in (*KINDS[1:], "ME")),
+    *(pytest.param((name, NO_FLASH), marks=pytest.mark.slow) for name in (*KINDS, "ME")),
+]
+
+
+def _named(case: tuple[str, dict[str, object]]) -> str:
+    return "-".join([case[0], *(f"{name}_{value}" for name, value in case[1].items() if name != "type_v")])
+
+
+@pytest.fixture(scope="module", params=CASES, ids=_named)
+def case(request: pytest.FixtureRequest, models) -> Iterator[Case]:
+    name, memory = request.param
+    with LlamaModel(models(name)) as model:
+        yield make_case(model, mixed(64), **memory)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
+    with LlamaModel(models(request.param)) as model:
+        yield model
+
+
+# ---------------------------------------------------------------- equal to the branch alone
+
+
+def test_one_at_a_time_each_of_64_branches_equals_its_single_run_bit_for_bit(case: Case) -> None:
+    scheduler, actual = case.run(1)
+    assert [i for i, pair in enumerate(zip(actual, case.expected, strict=True)) if not is_same(*pair)] == []
+    assert scheduler.counts.n_cells == len(case.prefix) - 1
+
+
+@pytest.mark.parametrize("n_parallel", [4, 16, 64])
+def test_64_branches_together_equal_their_single_runs_within_the_noise(case: Case, n_parallel: int) -> None:
+    scheduler, actual = case.run(n_parallel)
+    check_all_close(actual, case.expected, case.noise)
+    assert scheduler.decodes_together is (case.model.info.architecture in ("llama", "gemma3"))
+
+
+@pytest.mark.parametrize("n_branches", [1, 5])
+def test_few_branches_equal_their_single_runs_bit_for_bit(model: LlamaModel, n_branches: int) -> None:
+    case = make_case(model, [(257, 20), (0, 20), (1, 3), (255, 1), (256, 9)][:n_branches])
+    _, actual = case.run(1)
+    assert all(is_same(*pair) for pair in zip(actual, case.expected, strict=True))
+
+
+def test_300_branches_come_in_turn_and_equal_their_single_runs(model: LlamaModel) -> None:
+    case = make_case(model, [(i % 4, 1 + i % 3) for i in range(300)], n_prefix=40)
+    scheduler, one_by_one = case.run(1)
+    assert all(is_same(*pair) for pair in zip(one_by_one, case.expected, strict=True))
+    scheduler, together = case.run(64)
+    check_all_close(together, case.expected)
+    assert scheduler.counts.n_decoded == sum(i % 4 + 1 + i % 3 for i in range(300))
+
+
+def test_the_ends_of_replies_are_those_of_the_single_runs(models) -> None:
+    with LlamaModel(models("ME")) as model:
+        case = make_case(model, [(3 + i, 60) for i in range(12)])
+        reasons = [one.finish_reason for one in case.expected]
+        assert {"stop", "length"} == set(reasons)
+        assert [one.finish_reason for one in case.run(1)[1]] == reasons
+        check_all_close(case.run(12)[1], case.expected)
+
+
+def test_a_run_equals_plain_decode_calls_of_the_engine(model: LlamaModel) -> None:
+    """No code of the scheduler's is in the baseline: one context, one sequence, one token after the other."""
+    prefix, suffix = tokens_of(model, 300, seed=99), tokens_of(model, 300, seed=5)
+    expected = plain(model, prefix, suffix, 20)
+    scheduler = open_scheduler(model, 1)
+    scheduler.root.extend(prefix)
+    _, (actual,) = run_all(scheduler, [request([*prefix, *suffix], 20)])
+    assert is_same(actual, expected)
+
+
+def plain(model: LlamaModel, prefix: list[int], suffix: list[int], n: int) -> Written:
+    context = NativeContext(model._pointer, MemoryRequest(), n_ctx=2048, n_seq_max=1, n_threads=1)
+    tokens = [*prefix, *suffix]
+    for start, end in ((0, len(prefix) - 1), (len(prefix) - 1, len(tokens) - 1)):
+        for a in range(start, end, N_UBATCH):
+            part = tokens[a : min(a + N_UBATCH, end)]
+            assert context.decode([Rows(seq_id=0, tokens=part, p0=a, want_logits=False)])
+    logits: Logits = []
+    for _ in range(n):
+        position = len(tokens) - 1
+        assert context.decode([Rows(seq_id=0, tokens=tokens[-1:], p0=position, want_logits=True)])
+        logits.append(np.array(context.logits(N_TOKENS)))
+        tokens.append(int(logits[-1].argmax()))
+    context.close()
+    return Written(ids=tokens[-n:], logits=logits, finish_reason="length")
+
+
+# ---------------------------------------------------------------- nothing of the others
+
+
+@pytest.mark.parametrize("n_parallel", [1, 4])
+def test_a_branch_never_sees_the_tokens_of_another(model: LlamaModel, n_parallel: int) -> None:
+    """Other branches read and end before it, beside it and after it, in cells that were used, and the context grows."""
+    prefix, secrets = tokens_of(model, 300, seed=99), [tokens_of(model, 30, seed=i) for i in range(4)]
+    branches = [(secret, Sampling(max_tokens=24 if i == 1 else 2)) for i, secret in enumerate(secrets)]
+    branches.append((tokens_of(model, 900, seed=9), Sampling(max_tokens=2)))
+    sections = prefilled(model, prefix)
+    expected = alone(model, prefix, sections, branches)
+    told, _ = alone(model, [*prefix, *secrets[0]], prefilled(model, [*prefix, *secrets[0]]), branches[1:3])
+    assert np.abs(told.logits[0] - expected[1].logits[0]).max() > 20 * NOISE * expected[1].logits[0].std()
+
+    scheduler = open_scheduler(model, n_parallel)
+    scheduler.root.extend(prefix)
+    _, (first,) = run_all(scheduler, [RunRequest(tokens=(*prefix, *secrets[0]), sampling=branches[0][1])])
+    before = scheduler.root.n_ctx
+    _, actual = run_all(scheduler, [RunRequest(tokens=(*prefix, *s), sampling=o) for s, o in branches])
+    assert scheduler.root.n_ctx > before
+    for one, other in zip([first, *actual], [expected[0], *expected], strict=True):
+        assert is_same(one, other) if n_parallel == 1 else check_close(one, other)
+    _, (again,) = run_all(scheduler, [RunRequest(tokens=(*prefix, *secrets[1]), sampling=branches[1][1])])
+    check_close(again, expected[1])
+    assert again.ids == expected[1].ids
