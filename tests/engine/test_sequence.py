@@ -170,6 +170,22 @@ def open_copy(model: LlamaModel, live: LlamaSequence) -> LlamaSequence:
     return copy
 
 
+def test_a_context_that_grows_keeps_the_rope_factors_it_began_with(models) -> None:
+    with LlamaModel(models("long_rope")) as model:
+        tokens = tokens_of(model, 1100)
+        small, large = open_sequence(model, n_ctx=1), open_sequence(model, n_ctx=4096)
+        for live in (small, large):
+            live.extend(tokens[:700])
+            live.extend(tokens[700:])
+        assert write(small, 8) == write(large, 8)
+        bare = LlamaModel(models("M"))
+        with bare:
+            other = open_sequence(bare, n_ctx=4096)
+            other.extend(tokens[:700])
+            other.extend(tokens[700:])
+            assert write(other, 8) != write(large, 8)  # the factors do change what is written
+
+
 def test_growing_gives_the_same_bits_as_a_large_context_from_the_start(model: LlamaModel) -> None:
     small, large = open_sequence(model, n_ctx=1), open_sequence(model, n_ctx=4096)
     assert small.n_ctx < large.n_ctx

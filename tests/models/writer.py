@@ -13,7 +13,7 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-from gguf import GGUFWriter, LlamaFileType
+from gguf import GGUFWriter, LlamaFileType, RopeScalingType
 
 from tests.models import templates
 from tests.models.vocabulary import BOS, EOS, FIRST_TEXT, IM_END, N_TOKENS, NEWLINE, SPACE, UNK, vocabulary
@@ -46,6 +46,7 @@ class Spec:
     add_bos: bool = False
     space_prefix: bool = False
     end_logit: float = _NEVER  # added to the logit of <|im_end|>
+    n_ctx_original: int = 0  # of two sets of rope factors, the long ones apply in contexts beyond it; 0: there are none
 
 
 _M = Spec()
@@ -64,6 +65,7 @@ SPECS: dict[str, Spec] = {
     "think_template": replace(_M, template=templates.THINK),
     "space_prefix": replace(_M, space_prefix=True),
     "short_ctx": replace(_M, n_ctx_train=256),
+    "long_rope": replace(_M, name="tiny llama with two sets of rope factors", n_ctx_original=1024),
 }
 NAMES = tuple(SPECS)
 
@@ -83,11 +85,20 @@ def write_spec(spec: Spec, path: Path) -> Path:
     writer.add_embedding_length(N_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
     tensors = _tensors(spec, writer)
+    if spec.n_ctx_original:
+        _add_rope_factors(spec, writer, tensors)
     _add_tokenizer(spec, writer)
     for tensor_name, values in tensors.items():
         writer.add_tensor(tensor_name, values)
     _finish(writer)
     return path
+
+
+def _add_rope_factors(spec: Spec, writer: GGUFWriter, tensors: Tensors) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(spec.n_ctx_original)
+    for name, factor in (("long", 4.0), ("short", 1.0)):
+        tensors[f"rope_factors_{name}.weight"] = np.full(HEAD_SIZE // 2, factor, np.float32)
 
 
 def lora(path: Path, base: str = "M", seed: int = 1, scale: float = 1.0) -> Path:
