@@ -30,11 +30,11 @@ def running(output: Output, *, text: Callable[[str], None] | None = None) -> Ite
         line.update(phase, n_done, n_total)
 
     def on_notice(message: str) -> None:
-        line.clear()
+        line.pause()
         output.notice(message)
 
     def on_warning(message: str) -> None:
-        line.clear()
+        line.pause()
         output.warning(message)
 
     def on_text(piece: str) -> None:
@@ -53,6 +53,7 @@ def running(output: Output, *, text: Callable[[str], None] | None = None) -> Ite
                 warning=on_warning,
                 progress=on_progress,
                 rate=line.set_rate,
+                pause=line.pause,
                 text=on_text,
                 should_abort=should_abort,
             )

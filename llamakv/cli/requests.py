@@ -113,15 +113,24 @@ def read_text(file: str) -> str:
         NotFoundError: there is no such file.
         UsageError: it cannot be read, or is not UTF-8.
     """
+    return decode(read_bytes(file), input_name(file))
+
+
+def read_bytes(file: str) -> bytes:
+    """All of a file, or of standard input for ``-``.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UsageError: it cannot be read.
+    """
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except FileNotFoundError as error:
         raise NotFoundError(f"file {file!r} does not exist", path=file) from error
     except IsADirectoryError as error:
         raise UsageError(f"{file!r} is a directory, expected a text file", path=file) from error
     except OSError as error:
         raise UsageError(f"{input_name(file)} cannot be read: {error.strerror}", path=file) from error
-    return decode(data, input_name(file))
 
 
 def decode(data: bytes, name: str) -> str:

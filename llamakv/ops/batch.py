@@ -12,7 +12,7 @@ from llamakv.engine.contract import Run, Scheduler
 from llamakv.errors import AbortedError, LlamakvError
 from llamakv.ops.branches import Branch, BranchPlanner, PlannedBranch
 from llamakv.ops.keeping import BranchKeeper
-from llamakv.ops.prompts import Prompt, PromptId
+from llamakv.ops.prompts import Prompt
 from llamakv.ops.requests import Compress, MemoryOptions, ModelRequest, ResumeOptions, SamplingOptions
 
 N_PARALLEL = 16
@@ -34,7 +34,7 @@ class ForkRequest:
     ``at`` is a place inside it (``turnN`` or a position), None its end. ``n_samples`` branches are made of each prompt,
     with seeds counted up from the prompt's. ``n_parallel`` are under way at the same time at most. ``unordered``:
     results come as they are finished. ``done`` are keys of branches that were answered before, by id. ``save_as`` says
-    where the branch with an id is kept (None: nowhere).
+    where a branch is kept (None: nowhere).
     """
 
     model: ModelRequest
@@ -49,7 +49,7 @@ class ForkRequest:
     unordered: bool = False
     timeout_s: float | None = None
     done: Mapping[str, str] = field(default_factory=dict)
-    save_as: Callable[[PromptId], SaveTarget] | None = None
+    save_as: Callable[[Branch], SaveTarget] | None = None
     overwrite: bool = False
     compress: Compress = "auto"
 

@@ -127,8 +127,10 @@ class BranchPlanner:
         for what, given in (("messages", prompt.messages), ("system", prompt.system is not None)):
             if given:
                 raise UsageError(f"{what!r} means nothing here: the session is raw text, which has no messages")
-        if not prompt.text:
+        if prompt.text is None:
             return self._base.tokens
+        if not prompt.text:
+            raise UsageError("the prompt is empty")
         model = self._model.model
         new = model.tokenize(prompt.text, add_special=False, parse_special=True)
         gives_way = self._ends and len(self._base.tokens) > 1

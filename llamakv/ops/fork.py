@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llamakv.errors import ConflictError, UsageError
 from llamakv.ops.batch import (
@@ -31,6 +31,7 @@ from llamakv.store.session_file import SessionInfo, check_writable, read_session
 __all__ = [
     "N_PARALLEL",
     "BranchResult",
+    "Done",
     "ForkProgress",
     "ForkRequest",
     "ForkSummary",
@@ -60,6 +61,7 @@ def fork_session(
     branches = branches_of(request.prompts, request.n_samples)
     targets = _targets(request, branches)
     info = read_session(request.path)
+    _check_can_go_on(request, info.record)
     sampling = merge_sampling(request.sampling, info.record.sampling)
     model = replace(request.model, n_parallel=_n_parallel(request, info.record, len(branches)))
     opened, info, back = resume(request.path, model, request.memory, request.options, reporter, info)
@@ -107,6 +109,21 @@ def fork_session(
         )
 
 
+def _check_can_go_on(request: ForkRequest, record: SessionRecord) -> None:
+    """Refuse at once to go on without a prompt where there is nothing to go on with.
+
+    Raises:
+        UsageError: the conversation ends with a reply.
+    """
+    nothing_asked = all(prompt.text is None and not prompt.messages for prompt in request.prompts)
+    messages = record.chat.messages if record.chat is not None else ()
+    if nothing_asked and request.at is None and messages and messages[-1].role == "assistant":
+        raise UsageError(
+            "the conversation ends with a reply, and there is no prompt",
+            hint=f"llamakv fork {request.path} 'a question'",
+        )
+
+
 def _targets(request: ForkRequest, branches: Sequence[Branch]) -> dict[int, SaveTarget]:
     """Where branches are kept, by index; refused before anything is run.
 
@@ -119,7 +136,7 @@ def _targets(request: ForkRequest, branches: Sequence[Branch]) -> dict[int, Save
     targets: dict[int, SaveTarget] = {}
     taken = {os.path.realpath(request.path): "the session itself"}
     for branch in branches:
-        target = request.save_as(branch.id)
+        target = request.save_as(branch)
         before = taken.setdefault(os.path.realpath(target.path), f"id {branch.id!r}")
         if before != f"id {branch.id!r}":
             raise UsageError(
@@ -178,31 +195,54 @@ def _check_done(request: ForkRequest, planner: BranchPlanner, branches: Sequence
     return frozenset(done)
 
 
-def read_done(text: str, name: str, reporter: Reporter) -> dict[str, str]:
-    """The keys of answers in an earlier output of ``fork``, by id. Errors in it count as not done; so does a last line
-    that was not finished.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What an earlier output of ``fork`` holds: keys of answers by id, and its length in bytes up to the end of the
+    last whole line. ``ends_openly``: a whole line without its line end follows."""
+
+    keys: dict[str, str]
+    n_whole_bytes: int
+    ends_openly: bool = False
+
+
+_LINE_BEGINS = b'{"type": "'
+
+
+def read_done(data: bytes, name: str) -> Done:
+    """Make out an earlier output of ``fork``. Errors in it count as not done; so does half a line at its end.
 
     Raises:
         UsageError: a line is not what ``fork`` writes.
     """
-    found: dict[str, str] = {}
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-            kind = values["type"]
-            if kind == "answer":
-                found[str(values["id"])] = str(values["key"])
-            elif kind == "error":
-                found.pop(str(values["id"]), None)
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                reporter.notice(f"{name} line {number} was not finished: its prompt is answered again")
-                continue
-            raise UsageError(
-                f"{name} line {number} is not a line of answers as fork writes them",
-                hint="name the JSON lines of an earlier run: --skip-done answers.jsonl",
-            ) from error
-    return found
+    keys: dict[str, str] = {}
+    whole, line_end, rest = data.rpartition(b"\n")
+    for number, line in enumerate(whole.split(b"\n"), 1):
+        if line.strip() and not _take_line(line, keys):
+            raise _foreign(name, number)
+    n_whole = len(whole) + len(line_end)
+    if not rest.strip() or _take_line(rest, keys):
+        return Done(keys=keys, n_whole_bytes=n_whole, ends_openly=bool(rest.strip()))
+    if not rest.startswith(_LINE_BEGINS[: len(rest)]):
+        raise _foreign(name, data.count(b"\n") + 1)
+    return Done(keys=keys, n_whole_bytes=n_whole)
+
+
+def _take_line(line: bytes, keys: dict[str, str]) -> bool:
+    """Take the key of a line, if it has one; False if it is no line of ours."""
+    try:
+        values = json.loads(line)
+        kind = values["type"]
+        if kind == "answer":
+            keys[str(values["id"])] = str(values["key"])
+        elif kind == "error":
+            keys.pop(str(values["id"]), None)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return kind in ("answer", "error", "done")
+
+
+def _foreign(name: str, number: int) -> UsageError:
+    return UsageError(
+        f"{name} line {number} is not a line of answers as fork writes them",
+        hint="name the JSON lines of an earlier run: --skip-done answers.jsonl",
+    )

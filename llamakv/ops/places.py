@@ -11,7 +11,8 @@ from llamakv.engine.text import join
 from llamakv.errors import NotFoundError, UsageError
 from llamakv.records import Message, SessionRecord
 
-_TURN = re.compile(r"turn(\d+)")
+_TURN = re.compile(r"turn(\d{1,18})", re.ASCII)
+_POSITION = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ def check_place(at: str) -> None:
     Raises:
         UsageError: neither ``turnN`` nor a position.
     """
-    if not _TURN.fullmatch(at) and not at.isdecimal():
+    if not _TURN.fullmatch(at) and not _POSITION.fullmatch(at):
         raise UsageError(f"{at!r} is not a place in a session", hint="turn3 is after the third reply, 1200 a position")
 
 

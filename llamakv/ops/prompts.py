@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 _ROLES = ("user", "assistant", "system")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
+_MAX_DIGITS = 10  # of a token id
 _MAX_CELL_CHARACTERS = 1 << 27  # of a table's cell; the csv module's own limit is 131,072
 
 
@@ -81,7 +82,7 @@ def _kind_of(text: str, name: str) -> PromptFormat:
     first = next((line.strip() for line in text.split("\n") if line.strip()), "")
     try:
         is_object = first.startswith("{") and isinstance(json.loads(first), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_object = False
     return "jsonl" if is_object else "text"
 
@@ -111,6 +112,8 @@ def _number(prompts: Iterator[tuple[PromptId | None, Prompt]]) -> list[Prompt]:
 def _from_line(
     where: str, line: str, template: str | None, names: frozenset[str] | None
 ) -> tuple[PromptId | None, Prompt]:
+    if not _is_unicode(line):
+        raise UsageError(f"{where} is not UTF-8 text")
     return None, Prompt(
         id="", text=_filled(template, names, {"prompt": line}, where) if template else line, where=where
     )
@@ -161,7 +164,9 @@ def _from_table(
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         columns = next(rows, None)
-        if columns is None:
+        if not columns:
+            if text.strip():
+                raise UsageError(f"{name} line 1: expected the names of columns, found an empty line")
             return
         if len(set(columns)) < len(columns):
             twice = next(column for column in columns if columns.count(column) > 1)
@@ -192,8 +197,9 @@ def _from_json(
 ) -> tuple[PromptId | None, Prompt]:
     try:
         found = json.loads(line, object_pairs_hook=lambda pairs: _without_doubles(pairs, where))
-    except ValueError as error:
-        raise UsageError(f"{where}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{where}: not JSON: {what}") from error
     if not isinstance(found, dict):
         raise UsageError(f"{where}: expected an object, found {_kind(found)}")
     fields = Fields(found, where)
@@ -302,18 +308,28 @@ def _kind(value: object) -> str:
 def _identity(value: object) -> PromptId:
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise ValueError(f"must be a text or a whole number, not {_kind(value) if value != '' else 'empty'}")
-    return value
+    return _text(value) if isinstance(value, str) else value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be a text, not {_kind(value)}")
+    if not _is_unicode(value):
+        raise ValueError("has half a surrogate pair, which is no character")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _any_text(value: object) -> str:
     """What a template puts into a prompt: texts as they are, numbers and the rest as JSON writes them."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _text(value) if isinstance(value, str) else _text(json.dumps(value, ensure_ascii=False))
 
 
 def _not_empty(value: object) -> str:
@@ -332,11 +348,22 @@ def _whole_in(value: object, low: int, high: int) -> int:
 
 
 def _number_in(value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"must be a finite number, not {_kind(value)}")
-    if not low <= value <= high:
-        raise ValueError(f"must be between {low:g} and {high:g}, not {value:g}")
-    return float(value)
+    number = _float(value)
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"must be a finite number, not {_kind(value) if number is None else number}")
+    if not low <= number <= high:
+        raise ValueError(f"must be between {low:g} and {high:g}, not {number:g}")
+    return number
+
+
+def _float(value: object) -> float | None:
+    """A JSON number; infinite where it is too large; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -347,7 +374,7 @@ def _stops(value: object) -> tuple[str, ...]:
 def _not_blank(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a text or a list of texts, none of them empty")
-    return value
+    return _text(value)
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
@@ -355,12 +382,12 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
         raise ValueError(f"must be an object of token ids and biases, not {_kind(value)}")
     found = []
     for token, bias in value.items():
-        amount = -math.inf if bias in ("-inf", "-Infinity") else bias
-        if not token.isdecimal() or isinstance(amount, bool) or not isinstance(amount, int | float):
+        amount = -math.inf if bias in ("-inf", "-Infinity") else _float(bias)
+        if not token.isdecimal() or len(token) > _MAX_DIGITS or amount is None:
             raise ValueError("must be an object of token ids and biases (numbers, or '-inf')")
         if math.isnan(amount) or amount == math.inf:
             raise ValueError("cannot make a token certain: a bias is a finite number or '-inf'")
-        found.append((int(token), float(amount)))
+        found.append((int(token), amount))
     return tuple(found)
 
 
@@ -374,7 +401,7 @@ def _messages(value: object) -> tuple[tuple[str, str], ...]:
         role, content = message["role"], message["content"]
         if role not in _ROLES or not isinstance(content, str):
             raise ValueError(f"must have a role of {', '.join(_ROLES)}, and a text as content")
-        found.append((role, content))
+        found.append((role, _text(content)))
     if found[-1][0] != "user":
         raise ValueError(f"must end with a user's message, not one of role {found[-1][0]!r}")
     if any(role == "system" for role, _ in found[1:]):

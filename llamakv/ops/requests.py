@@ -89,14 +89,15 @@ def _never() -> bool:
 class Reporter:
     """Callbacks of an op. ``notice`` takes one line meant for the user, ``warning`` one that must not be hidden;
     ``progress`` a phase (``"digest"``, ``"load"``, ``"prefill"``, ``"restore"``, ``"save"``, ``"answers"``), what is
-    done and the total (bytes for ``digest`` and ``load``, answers for ``answers``, else tokens); ``rate`` the tokens
-    per second that go with it; ``text`` text of the reply as it comes; ``should_abort`` is asked often and must be
-    quick."""
+    done and the total (bytes for ``digest`` and ``load``, answers for ``answers``, else tokens), ``rate`` the tokens
+    per second that go with it; ``pause`` is called before something else is written; ``text`` takes text of the reply
+    as it comes; ``should_abort`` is asked often and must be quick."""
 
     notice: Callable[[str], None] = _ignore
     warning: Callable[[str], None] = _ignore
     progress: Callable[[str, int, int], None] = _ignore
     rate: Callable[[float], None] = _ignore
+    pause: Callable[[], None] = _ignore
     text: Callable[[str], None] = _ignore
     should_abort: Callable[[], bool] = _never
 

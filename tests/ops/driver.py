@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llamakv.ops.chat import Conversation, open_chat
+from llamakv.ops.fork import BranchResult, ForkProgress, ForkRequest, ForkSummary, fork_session
 from llamakv.ops.load import load_once
+from llamakv.ops.prompts import Prompt
 from llamakv.ops.requests import (
     Answer,
     ChatRequest,
@@ -50,6 +53,29 @@ class Heard:
         return self.abort_at is not None and n_done >= self.abort_at
 
 
+@dataclass(frozen=True)
+class Forked:
+    """A batch that has ended: results in the order they were told, and all that was told on the way."""
+
+    results: Sequence[BranchResult]
+    summary: ForkSummary
+    progress: Sequence[ForkProgress]
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers; a branch that failed fails the test."""
+        assert [result.error for result in self.results] == [None] * len(self.results)
+        return [result.text for result in self.results]
+
+    @property
+    def ids(self) -> list[int | str]:
+        return [result.branch.id for result in self.results]
+
+    def __getitem__(self, index: int) -> BranchResult:
+        """The result of the branch with this index, whenever it was told."""
+        return next(result for result in self.results if result.branch.index == index)
+
+
 class Driver:
     """Runs ops on one model, with a cache folder of its own."""
 
@@ -84,6 +110,37 @@ class Driver:
         request = LoadRequest(model=more.pop("model", None) or self.request(), path=path, prompt=prompt, **more)
         return load_once(request, (heard or Heard()).reporter)
 
+    def fork(
+        self,
+        path: Path,
+        *prompts: str | Prompt | None,
+        heard: Heard | None = None,
+        until: Callable[[Sequence[BranchResult]], bool] | None = None,
+        on_result: Callable[[BranchResult], None] | None = None,
+        **more,
+    ) -> Forked:
+        """Answer prompts, one at a time unless ``n_parallel`` says otherwise. ``until`` is asked with the results so
+        far whether to stop."""
+        more.setdefault("n_parallel", 1)
+        asked = [
+            prompt if isinstance(prompt, Prompt) else Prompt(id=number, text=prompt, where=f"prompt {number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        request = ForkRequest(model=more.pop("model", None) or self.request(), path=path, prompts=asked, **more)
+        results: list[BranchResult] = []
+        progress: list[ForkProgress] = []
+
+        def take(result: BranchResult) -> None:
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
+
+        reporter = (heard or Heard()).reporter
+        if until is not None:
+            reporter = replace(reporter, should_abort=lambda: until(results))
+        summary = fork_session(request, reporter, on_result=take, on_progress=progress.append)
+        return Forked(results, summary, progress)
+
 
 def sha(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -95,4 +152,4 @@ def state_of(conversation: Conversation) -> tuple[list[int], bytes]:
     return list(sequence.tokens), bytes(sequence.logits())
 
 
-__all__ = ["GREEDY", "RANDOM", "Driver", "Heard", "ResumeOptions", "sha", "state_of"]
+__all__ = ["GREEDY", "RANDOM", "Driver", "Forked", "Heard", "ResumeOptions", "sha", "state_of"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from llamakv.cli import config, describe, requests
+from llamakv.cli import config, describe, requests, streams
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import (
     OUTPUT,
@@ -27,8 +27,9 @@ from llamakv.cli.output import Json, Output, error_json
 from llamakv.errors import InterruptedByUser, UsageError
 
 if TYPE_CHECKING:
+    from llamakv.ops.branches import Branch
     from llamakv.ops.fork import BranchResult, ForkProgress, ForkSummary, SaveTarget
-    from llamakv.ops.prompts import Prompt, PromptFormat, PromptId
+    from llamakv.ops.prompts import Prompt, PromptFormat
 
 PARTLY_DONE = 3
 N_PARALLEL_MAX = 254
@@ -128,7 +129,7 @@ def fork(
     """
     from llamakv.cli import refs
     from llamakv.cli.reporting import running
-    from llamakv.ops.fork import N_PARALLEL, ForkRequest, fork_session, read_done
+    from llamakv.ops.fork import N_PARALLEL, ForkRequest, fork_session
 
     if form == "text" and (output.json or skip_done is not None):
         option = "--json" if output.json else "--skip-done"
@@ -139,9 +140,7 @@ def fork(
     if parallel is not None and parallel > N_PARALLEL_MAX:
         output.notice(f"--parallel {parallel} is more than the engine can: {N_PARALLEL_MAX} at the same time")
     with running(output) as reporter:
-        done = {} if skip_done is None else read_done(_earlier(skip_done), skip_done, reporter)
-        if skip_done is not None:
-            _end_broken_line(output, skip_done)
+        done = {} if skip_done is None else _done(output, skip_done)
         request = ForkRequest(
             model=requests.model_request(output, model, memory),
             memory=requests.memory_options(memory),
@@ -161,7 +160,8 @@ def fork(
         )
 
         def on_result(result: BranchResult) -> None:
-            reporter.text("")  # takes the progress line away
+            if streams.is_terminal(sys.stdout):
+                reporter.pause()
             _tell(output, form, result)
 
         def on_progress(progress: ForkProgress) -> None:
@@ -198,39 +198,50 @@ def _prompts(
     return found
 
 
-def _naming(root: Path, pattern: str) -> Callable[[PromptId], SaveTarget]:
+def _naming(root: Path, pattern: str) -> Callable[[Branch], SaveTarget]:
     """Where a branch is kept. An id from a file of prompts never leads to another folder."""
     from llamakv.cli import refs
     from llamakv.ops.fork import SaveTarget
 
-    def target(identity: PromptId) -> SaveTarget:
-        text = str(identity)
+    def target(branch: Branch) -> SaveTarget:
+        text = str(branch.id)
         if os.sep in text or "\0" in text or text in (".", ".."):
-            raise UsageError(f"id {identity!r} cannot be a part of a session's name", hint="give it another id")
-        found = refs.target(root, pattern.replace("{id}", text))
+            raise UsageError(f"id {branch.id!r} cannot be a part of a session's name", hint="give it another id")
+        parts = [part.replace("{index}", str(branch.index)) for part in pattern.split("{id}")]
+        found = refs.target(root, text.join(parts))
         return SaveTarget(path=found.path, name=found.name)
 
     return target
 
 
-def _earlier(file: str) -> str:
-    """An earlier output; one that is not there yet holds no answers."""
-    return requests.read_text(file) if os.path.exists(file) else ""
+def _done(output: Output, file: str) -> dict[str, str]:
+    """Keys of what an earlier output holds; one that is not there yet holds nothing. If standard output goes on in that
+    file, half a line at its end is cut off, so that what comes now stands on lines of its own."""
+    from llamakv.ops.fork import read_done
+
+    if file == "-":
+        raise UsageError("--skip-done needs a file", hint="--skip-done answers.jsonl >> answers.jsonl")
+    if not os.path.exists(file):
+        return {}
+    found = read_done(requests.read_bytes(file), file)
+    n_half = os.stat(file).st_size - found.n_whole_bytes
+    is_output = _is_output(file)
+    if found.ends_openly:
+        if is_output:
+            output.write("\n")
+    elif n_half:
+        output.notice(f"the last line of {file} was not finished: its prompt is answered again")
+        if is_output:
+            os.truncate(file, found.n_whole_bytes)
+    return found.keys
 
 
-def _end_broken_line(output: Output, file: str) -> None:
-    """Begin a new line if standard output goes on in a file whose last line was not finished."""
+def _is_output(file: str) -> bool:
     try:
         there, out = os.stat(file), os.fstat(sys.stdout.fileno())
-        if (there.st_dev, there.st_ino) != (out.st_dev, out.st_ino) or there.st_size == 0:
-            return
-        with open(file, "rb") as earlier:
-            earlier.seek(-1, os.SEEK_END)
-            is_whole = earlier.read(1) == b"\n"
     except (OSError, ValueError):
-        return
-    if not is_whole:
-        output.write("\n")
+        return False
+    return (there.st_dev, there.st_ino) == (out.st_dev, out.st_ino)
 
 
 # ---------------------------------------------------------------- out

@@ -63,11 +63,15 @@ class ProgressLine:
             task = self._progress.tasks[0]
             self._progress.update(task.id, completed=n_done, total=n_total, at_s=now, rate=self._rate)
 
-    def clear(self) -> None:
-        """Take the line away."""
+    def pause(self) -> None:
+        """Take the line out of the way of something else on the terminal; the next update brings it back."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def clear(self) -> None:
+        """Take the line away; what comes next is another phase."""
+        self.pause()
         self._phase = ""
 
     def _start(self, phase: str) -> Progress:

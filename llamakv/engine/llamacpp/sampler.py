@@ -11,6 +11,9 @@ from llamakv.engine.llamacpp.native import Pointer, api
 from llamakv.errors import UsageError
 from llamakv.records import Sampling
 
+_MAX_PENALTY_TOKENS = 1 << 20
+"""The engine makes room for all of a penalty's tokens at once (4 bytes each); no context is longer than this."""
+
 
 def seed_at(seed: int, position: int) -> int:
     """The 32-bit seed of the random choice at a position: a digest of the session's seed and the position, so that
@@ -46,7 +49,7 @@ class TokenChooser:
         if _has_penalties(sampling):
             penalties = api.llama_sampler_init_penalties(
                 n_vocab,
-                sampling.penalty_last_n,
+                min(sampling.penalty_last_n, _MAX_PENALTY_TOKENS),
                 sampling.repeat_penalty,
                 sampling.frequency_penalty,
                 sampling.presence_penalty,
