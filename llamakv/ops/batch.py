@@ -198,7 +198,8 @@ class Batch:
         )
         if branch.index in self._targets and run.error is None:
             try:
-                result = replace(result, saved=self._save(run, planned))
+                if run.n_generated:  # else it was not read to its end, or has nothing to keep
+                    result = replace(result, saved=self._save(run, planned))
             except LlamakvError as error:
                 result = replace(result, error=error)
             finally:

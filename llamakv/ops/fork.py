@@ -222,7 +222,7 @@ def read_done(data: bytes, name: str) -> Done:
     n_whole = len(whole) + len(line_end)
     if not rest.strip() or _take_line(rest, keys):
         return Done(keys=keys, n_whole_bytes=n_whole, ends_openly=bool(rest.strip()))
-    if not rest.startswith(_LINE_BEGINS[: len(rest)]):
+    if not rest.startswith(_LINE_BEGINS[: len(rest)]) or _is_json(rest):
         raise _foreign(name, data.count(b"\n") + 1)
     return Done(keys=keys, n_whole_bytes=n_whole)
 
@@ -239,6 +239,14 @@ def _take_line(line: bytes, keys: dict[str, str]) -> bool:
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
     return kind in ("answer", "error", "done")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _foreign(name: str, number: int) -> UsageError:

@@ -1,8 +1,8 @@
 """Steps of a real fork, each in a process of its own: `python -m tests.real.fork_worker`, a job as JSON on stdin.
 
-Actions: ``throughput`` (the scheduler against a bare loop over the same decode calls), ``fork_time`` (many sequences from
-one prefix), ``batch`` (prompts over a prefix against reading each from scratch), ``agreement`` (branches decoded together
-against each alone: logits and ids).
+Actions: ``throughput`` (the scheduler against a bare loop over the same decode calls), ``fork_time`` (many sequences
+from one prefix), ``batch`` (prompts over a prefix against reading each from scratch), ``agreement`` (branches decoded
+together against each alone: logits and ids).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as api
 import numpy as np
 
+from llamakv.cli.config import prepare_engine
 from llamakv.engine.contract import MemoryRequest, RunRequest
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.context import NativeContext, Rows
@@ -108,9 +109,7 @@ def throughput(job: dict) -> dict:
     return {"rows": rows}
 
 
-def _throughput(
-    model: LlamaModel, job: dict, prefix: list[int], sections: list[StateSection], n_parallel: int
-) -> dict:
+def _throughput(model: LlamaModel, job: dict, prefix: list[int], sections: list[StateSection], n_parallel: int) -> dict:
     n_steps = job["steps"]
     room = len(prefix) + n_parallel * (n_steps + 40)
     ours = scheduler_of(model, job, n_parallel, room)
@@ -133,7 +132,8 @@ def _throughput(
         asked = model.tokenize(f" {PROMPTS[i % len(PROMPTS)]}", add_special=False, parse_special=False)
         ours.submit(RunRequest(tokens=(*prefix, *asked), sampling=sampling))
     NativeContext.decode = decode
-    step_s = bare_s = 0.0
+    step_s: list[float] = []
+    bare_s: list[float] = []
     try:
         n_writing = 0
         while n_writing < n_parallel:  # the prompts are read, and one call more to warm up
@@ -144,22 +144,23 @@ def _throughput(
             for _ in range(n_steps):
                 started = time.perf_counter()
                 ours.step()
-                step_s += time.perf_counter() - started
+                step_s.append(time.perf_counter() - started)
                 assert len(calls[-1]) == n_parallel
-                bare_s += bare.decode(calls[-1])
+                bare_s.append(bare.decode(calls[-1]))
     finally:
         NativeContext.decode = real
         ours.close()
         theirs.close()
+    total_s = sum(step_s)
     return {
         "parallel": n_parallel,
-        "tokens_per_s": n_parallel * n_steps / step_s,
-        "bare_tokens_per_s": n_parallel * n_steps / bare_s,
-        "ratio": bare_s / step_s,
-        "decode": decode_s[0] / step_s,
-        "sampling": choose_s[0] / step_s,
-        "python": 1 - (decode_s[0] + choose_s[0]) / step_s,
-        "step_ms": 1000 * step_s / n_steps,
+        "tokens_per_s": n_parallel / float(np.median(step_s)),
+        "bare_tokens_per_s": n_parallel / float(np.median(bare_s)),
+        "ratio": float(np.median(bare_s) / np.median(step_s)),
+        "decode": decode_s[0] / total_s,
+        "sampling": choose_s[0] / total_s,
+        "python": 1 - (decode_s[0] + choose_s[0]) / total_s,
+        "step_ms": 1000 * float(np.median(step_s)),
     }
 
 
@@ -220,51 +221,77 @@ def batch(job: dict) -> dict:
 
 def agreement(job: dict) -> dict:
     """How far branches that are decoded together are from each alone: largest difference of logits, and where the
-    chosen token differs, by how much the likeliest was ahead of the next."""
-    sampling = Sampling(temperature=0.0, max_tokens=job["max_tokens"])
-    found: dict[int, list[np.ndarray]] = {}
-    real = LlamaRun.add_token
+    chosen token differs, by how much the likeliest was ahead of the next. With one at a time nothing may differ."""
+    n_write = job["max_tokens"]
     with LlamaModel(Path(job["model"])) as model:
         prefix = prefix_of(model, job["n"])
         choice = random.Random(1)
         lengths = [0, 1, 255, 256, 257, *(choice.randrange(2, 40) for _ in range(job["branches"] - 5))]
         text = model.tokenize(story(400, seed=3), add_special=False, parse_special=False)
         branches = [text[i * 7 : i * 7 + n] for i, n in enumerate(lengths)]
-
-        def add_token(self, index, context, is_end):
-            logits = self.owner._shared.native.logits(model.info.n_vocab, index)
-            found.setdefault(id(self), []).append(np.array(logits))
-            return real(self, index, context, lambda _: False)
-
-        LlamaRun.add_token = add_token
-        results = {}
-        for n_parallel in (1, *job["parallel"]):
-            found.clear()
-            scheduler = scheduler_of(model, job, n_parallel, len(prefix) + 1)
-            scheduler.root.extend(prefix)
-            LlamaRun.owner = scheduler
-            runs = [scheduler.submit(RunRequest(tokens=(*prefix, *new), sampling=sampling)) for new in branches]
-            n_over = 0
-            while n_over < len(runs):
-                n_over += len(scheduler.step())
-            results[n_parallel] = [(run.tokens[run.n_prompt :], found[id(run)]) for run in runs]
-            scheduler.close()
-    rows = []
-    for n_parallel in job["parallel"]:
-        worst, flips, n_compared, std = 0.0, [], 0, 0.0
-        for (ids, alone), (others, together) in zip(results[1], results[n_parallel], strict=True):
-            for i, (a, b) in enumerate(zip(alone, together, strict=False)):
-                worst, std, n_compared = max(worst, float(np.abs(a - b).max())), float(a.std()), n_compared + 1
-                if ids[i] != others[i]:
-                    top = np.sort(a)[-2:]
-                    flips.append(float(top[1] - top[0]))
-                    break
-        rows.append({"parallel": n_parallel, "worst": worst, "std": std, "flips": flips, "compared": n_compared})
+        root = scheduler_of(model, job, 0, len(prefix) + 1).root
+        root.extend(prefix)
+        sections = list(root.export())
+        root.close()
+        alone = [_alone(model, job, prefix, sections, branch, n_write) for branch in branches]
+        rows = [_together(model, job, prefix, sections, branches, alone, n) for n in job["parallel"]]
     return {"rows": rows}
+
+
+Words = tuple[list[int], list[np.ndarray]]
+
+
+def _alone(model, job: dict, prefix: list[int], sections, branch: list[int], n_write: int) -> Words:
+    live = scheduler_of(model, job, 0, len(prefix) + 1).root
+    live.restore(prefix, iter(sections))
+    if branch:
+        live.extend(branch)
+    ids, logits = [], []
+    while len(ids) < n_write:  # ends of replies are gone through
+        for token in live.generate(Sampling(), n_max=n_write - len(ids)):
+            ids.append(token)
+            logits.append(np.array(live.logits()))
+    live.close()
+    return ids, logits
+
+
+def _together(model, job: dict, prefix, sections, branches, alone: list[Words], n_parallel: int) -> dict:
+    scheduler = scheduler_of(model, job, n_parallel, len(prefix) + 1)
+    scheduler.root.restore(prefix, iter(sections))
+    scheduler._is_end = lambda _: False
+    found: dict[int, list[np.ndarray]] = {}
+    real = LlamaRun.add_token
+
+    def add_token(self, index, context, is_end):
+        logits = scheduler._shared.native.logits(model.info.n_vocab, index)
+        found.setdefault(id(self), []).append(np.array(logits))
+        return real(self, index, context, is_end)
+
+    LlamaRun.add_token = add_token
+    try:
+        sampling = Sampling(max_tokens=job["max_tokens"])
+        runs = [scheduler.submit(RunRequest(tokens=(*prefix, *new), sampling=sampling)) for new in branches]
+        n_over = 0
+        while n_over < len(runs):
+            n_over += len(scheduler.step())
+    finally:
+        LlamaRun.add_token = real
+        scheduler.close()
+    worst, flips, n_compared, std = 0.0, [], 0, 0.0
+    for (ids, before), run in zip(alone, runs, strict=True):
+        written = run.tokens[run.n_prompt :]
+        for i, (a, b) in enumerate(zip(before, found[id(run)], strict=True)):
+            worst, std, n_compared = max(worst, float(np.abs(a - b).max())), float(a.std()), n_compared + 1
+            if ids[i] != written[i]:
+                top = np.sort(a)[-2:]
+                flips.append(float(top[1] - top[0]))
+                break
+    return {"parallel": n_parallel, "worst": worst, "std": std, "flips": flips, "compared": n_compared}
 
 
 ACTIONS = {action.__name__: action for action in (throughput, fork_time, batch, agreement)}
 
 if __name__ == "__main__":
+    prepare_engine()
     task = json.loads(sys.stdin.read())
     print(json.dumps(ACTIONS[task.pop("do")](task)))
