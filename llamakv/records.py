@@ -111,7 +111,8 @@ class Sampling:
 class Message:
     """One message of a chat and the range ``[p0, p1)`` of tokens it was read or written as.
 
-    ``finish`` is, for replies, why they ended: ``stop``, ``length`` or ``interrupted``; None otherwise.
+    ``finish`` is, for replies, why they ended: ``stop``, ``length``, ``context``, ``timeout`` or ``interrupted``; None
+    otherwise.
     ``is_open`` marks a last user message that the next one continues (a document saved before its questions).
     """
 

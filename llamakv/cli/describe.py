@@ -104,22 +104,20 @@ def answer_line(answer: Answer) -> str:
 
 
 def fork_line(summary: ForkSummary) -> str:
-    """What a batch took, on one line."""
+    """What a batch took, on one line: ``reused`` and ``read again`` are the prefix's tokens, which all share."""
     from llamakv.cli.render import count, rate, seconds
 
-    parts = [count(summary.n_answers, "answer")]
+    told = [count(summary.n_answers, "answer")]
     if summary.n_errors:
-        parts.append(count(summary.n_errors, "error"))
+        told.append(count(summary.n_errors, "error"))
     if summary.n_skipped:
-        parts.append(f"{summary.n_skipped:,} skipped")
-    prefix = f"{summary.reused:,} reused" if summary.reused or not summary.evaluated else ""
-    read = f"{summary.evaluated:,} evaluated" if summary.evaluated else ""
-    parts.append("prefix " + " and ".join(part for part in (prefix, read) if part))
-    parts.append(f"{summary.branch_evaluated:,} evaluated, {summary.generated:,} generated")
-    parts.append(f"{seconds(summary.elapsed_s)}, {rate(summary.generated, summary.elapsed_s)}".rstrip(", "))
-    parts.append(f"{summary.n_parallel} at once" if summary.decoded_together else "one at a time")
-    parts.append(f"up to {summary.n_cells_peak:,} cells")
-    return " · ".join(parts)
+        told.append(f"{summary.n_skipped:,} skipped")
+    tokens = [f"{summary.reused:,} reused"] if summary.reused or not summary.evaluated else []
+    if summary.evaluated:
+        tokens.append(f"{summary.evaluated:,} read again")
+    tokens += [f"{summary.branch_evaluated:,} evaluated", f"{summary.generated:,} generated"]
+    parts = [", ".join(told), ", ".join(tokens), seconds(summary.elapsed_s), rate(summary.generated, summary.elapsed_s)]
+    return " · ".join(part for part in parts if part)
 
 
 def fork_json(summary: ForkSummary) -> dict[str, Json]:

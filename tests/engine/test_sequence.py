@@ -326,7 +326,7 @@ def test_a_hybrid_whose_state_cannot_be_cut_is_kept_in_one_piece(models, monkeyp
     with LlamaModel(models("MH")) as model:
         live = open_sequence(model)
         live.extend(tokens_of(model, 300))
-        monkeypatch.setattr(type(live._shared.cutter), "_can_be_cut", lambda *_: False)
+        monkeypatch.setattr(type(live._shared.cutter), "can_be_cut", lambda *_: False)
         sections = saved(live)
         assert [(s.kind, s.p0, s.p1) for s in sections] == [(SectionKind.WHOLE, 0, 299)]
         expected = write(live, 24)

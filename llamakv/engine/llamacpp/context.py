@@ -162,7 +162,7 @@ class NativeContext:
     def logits(self, n_vocab: int, index: int = -1) -> memoryview:
         """Float32 logits of the token at ``index`` of the last decode call (-1: the last one that had any); valid
         until the next decode."""
-        pointer = api.llama_get_logits_ith(self._pointer, index)
+        pointer = api.llama_get_logits_ith(self._pointer, index) if self._pointer else None
         if not pointer:
             raise EngineError("there are no logits: nothing was decoded since the state was restored")
         return np.ctypeslib.as_array(pointer, (n_vocab,)).data
@@ -215,6 +215,8 @@ class NativeContext:
         return int(api.llama_state_seq_get_size_ext(self._pointer, seq_id, 0))
 
     def _check_seq(self, seq_id: int) -> None:
+        if not self._pointer:
+            raise ValueError("the context was closed")
         if not 0 <= seq_id < self.n_seq_max:
             raise ValueError(f"sequence {seq_id} is not one of 0 ... {self.n_seq_max - 1}")
 

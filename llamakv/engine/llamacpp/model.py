@@ -278,7 +278,6 @@ class LlamaModel:
             token_bytes=self.token_bytes,
             n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
-            decodes_together=shared.can_share_part,
             fills_memory=n_cells_max is None,
         )
         resolved = replace(memory, flash_attn=scheduler.flash_attn)

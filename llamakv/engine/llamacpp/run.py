@@ -14,30 +14,29 @@ from llamakv.errors import LlamakvError
 
 
 class LlamaRun:
-    """``Run`` of the contract; the scheduler moves it on.
+    """``Run`` of the contract; its scheduler (``owner``) moves it on.
 
-    ``tokens`` is the sequence's own list: it grows by what is written. A run without ``writer`` only reads.
+    ``tokens`` is the sequence's own list: it grows by what is written. A run without a request only reads. A run with
+    ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
     """
 
     def __init__(
         self,
         tokens: list[int],
         *,
+        owner: object,
         request: RunRequest | None,
         n_ctx_max: int,
-        n_shareable: int,
-        priority: int,
+        number: int,
         cells: SequenceCells | None = None,
-        is_fragile: bool = False,
     ) -> None:
         self.tokens = tokens
+        self.owner = owner
         self.request = request
         self.n_ctx_max = n_ctx_max
-        self.n_shareable = n_shareable
-        self.number = priority
+        self.number = number
         self.cells = cells
         self.is_guest = cells is not None
-        self.is_fragile = is_fragile
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)
         self.n_reused = cells.n_cells if cells is not None else 0
@@ -66,6 +65,16 @@ class LlamaRun:
     def n_unread(self) -> int:
         """Tokens still to evaluate before the pending one."""
         return len(self.tokens) - 1 - (self.cells.n_cells if self.cells is not None else 0)
+
+    @property
+    def n_to_come(self) -> int:
+        """Cells it may still take."""
+        n_tokens = len(self.tokens)
+        if self.request is not None:
+            n_max = self.request.sampling.max_tokens
+            most = self.n_ctx_max if n_max is None else min(self.n_prompt + n_max, self.n_ctx_max)
+            n_tokens = max(n_tokens, most)
+        return n_tokens - 1 - (self.cells.n_cells if self.cells is not None else 0)
 
     def take_text(self) -> str:
         """The text that became certain since this was last asked."""

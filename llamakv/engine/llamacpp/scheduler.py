@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest
+from llamakv.engine.llamacpp.admission import Admission
 from llamakv.engine.llamacpp.context import N_UBATCH, Rows
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.engine.room import no_room
 from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
 from llamakv.records import MemoryKind, StateSection
 
@@ -24,9 +23,19 @@ class _Stopped(Exception):
     """The abort check stopped a decode call."""
 
 
+class _RefusedError(Exception):
+    """The engine refused a token of this run, for this reason."""
+
+    def __init__(self, run: LlamaRun, reason: EngineError) -> None:
+        super().__init__(reason)
+        self.run = run
+        self.reason = reason
+
+
 class LlamaScheduler:
     """``Scheduler`` of the contract. ``n_read_max`` tokens at most are read in a call that also decodes;
-    ``fills_memory``: the cells are to be limited by the machine's free memory too."""
+    ``fills_memory``: the cells are to be limited by the machine's free memory too. ``admission``, ``lock`` and ``turn``
+    are for its sequences."""
 
     def __init__(
         self,
@@ -38,7 +47,6 @@ class LlamaScheduler:
         token_bytes: Callable[[int], bytes],
         n_parallel: int,
         n_ctx_max: int,
-        decodes_together: bool,
         fills_memory: bool,
         n_read_max: int = N_UBATCH,
     ) -> None:
@@ -49,15 +57,16 @@ class LlamaScheduler:
         self._token_bytes = token_bytes
         self._n_parallel = n_parallel
         self._n_ctx_max = n_ctx_max
-        self._together = decodes_together
-        self._fills_memory = fills_memory
         self._n_read_max = n_read_max
-        self._waiting: deque[LlamaRun] = deque()
         self._active: list[LlamaRun] = []
         self._over: list[LlamaRun] = []
         self._n_submitted = self._n_steps = self._n_decoded = 0
+        self._is_closed = False
         self.lock = threading.RLock()
         self.flash_attn = shared.native.flash_attn
+        self.admission = Admission(
+            shared, self._active, info=info, n_parallel=n_parallel, n_ctx_max=n_ctx_max, fills_memory=fills_memory
+        )
         self._root = LlamaSequence(self, shared, info=info, n_ctx_max=n_ctx_max)
 
     # ------------------------------------------------------------ facts
@@ -75,18 +84,18 @@ class LlamaScheduler:
     @property
     def decodes_together(self) -> bool:
         """Whether one call decodes several sequences."""
-        return self._together
+        return self._shared.decodes_together
 
     @property
     def counts(self) -> Counts:
         """Where things stand."""
         return Counts(
-            n_waiting=len(self._waiting),
+            n_waiting=len(self.admission.waiting),
             n_active=len(self._active),
             n_cells=self._shared.n_used,
             n_cells_peak=self._shared.n_peak,
-            n_reserved=self._shared.n_used + self._promised(),
-            n_cells_max=self._shared.n_cells_max,
+            n_reserved=self._shared.n_used + self.admission.promised,
+            n_cells_max=self.admission.limit,
             n_steps=self._n_steps,
             n_decoded=self._n_decoded,
         )
@@ -97,65 +106,83 @@ class LlamaScheduler:
         """Queue a run; see the contract.
 
         Raises:
-            ValueError: no tokens, or one that does not exist.
+            ValueError: no tokens, one that does not exist, or a scheduler that has no room for runs or was closed.
         """
         with self.lock:
+            if self._is_closed or not self._n_parallel:
+                raise ValueError("the scheduler was closed" if self._is_closed else "the scheduler is for no runs")
             tokens = list(request.tokens)
             self.check_tokens(tokens)
             if not tokens:
                 raise ValueError("a run has at least one token")
-            run = LlamaRun(
-                tokens,
-                request=request,
-                n_ctx_max=self._n_ctx_max,
-                n_shareable=self._n_common(tokens),
-                priority=self._n_submitted,
-            )
+            number = self._n_submitted
+            run = LlamaRun(tokens, owner=self, request=request, n_ctx_max=self._n_ctx_max, number=number)
             self._n_submitted += 1
-            self._waiting.append(run)
+            self.admission.waiting.append(run)
             return run
 
-    def guest(
-        self, sequence: LlamaSequence, tokens: list[int], request: RunRequest | None, *, is_fragile: bool
-    ) -> LlamaRun:
-        """A run on a sequence of its own, which it does not wait for; without a request it only reads."""
-        run = LlamaRun(
-            tokens,
-            request=request,
-            n_ctx_max=self._n_ctx_max,
-            n_shareable=0,
-            priority=-1,
-            cells=sequence.cells,
-            is_fragile=is_fragile,
-        )
+    def guest(self, sequence: LlamaSequence, tokens: list[int], request: RunRequest | None) -> LlamaRun:
+        """A run on a sequence of its own, which it does not wait for; without a request it only reads. It may have the
+        cells that nobody else was promised."""
+        n_ctx_max = min(self._n_ctx_max, max(sequence.n_cells + self.admission.free + 1, len(tokens)))
+        run = LlamaRun(tokens, owner=self, request=request, n_ctx_max=n_ctx_max, number=-1, cells=sequence.cells)
         run.begin(self._vocab, self._info.n_vocab, self._token_bytes)
         self._active.insert(0, run)
         return run
 
     def cancel(self, run: Run) -> None:
         """End a run as interrupted, and free its cells unless they are a guest's."""
-        assert isinstance(run, LlamaRun)
+        own = self._own(run)
         with self.lock:
-            run.end("interrupted")
-            if run in self._waiting:
-                self._waiting.remove(run)
-            if run in self._active:
-                self._active.remove(run)
-            self.release(run)
+            own.end("interrupted")
+            if own in self.admission.waiting:
+                self.admission.waiting.remove(own)
+            if own in self._active:
+                self._active.remove(own)
+            self._free(own)
 
     def release(self, run: Run) -> None:
-        """Free the cells of a run that kept them."""
-        assert isinstance(run, LlamaRun)
+        """Free the cells of a run that kept them.
+
+        Raises:
+            ValueError: it is another scheduler's run, or is not over.
+        """
+        own = self._own(run)
+        if not own.is_over:
+            raise ValueError("the run is not over: cancel it")
         with self.lock:
-            if run.cells is not None and not run.is_guest:
+            self._free(own)
+
+    def _free(self, run: LlamaRun) -> None:
+        if run.cells is not None and not run.is_guest:
+            if not self._is_closed:
                 self._shared.drop(run.cells)
-                run.cells = None
+            run.cells = None
 
     def export(self, run: Run, from_position: int = 0) -> Iterator[StateSection]:
-        """State of a run that kept its cells, in sections."""
-        assert isinstance(run, LlamaRun)
-        assert run.cells is not None, "the run did not keep its cells"
-        yield from self._shared.export(run.cells, from_position)
+        """State of a run that kept its cells, in sections.
+
+        Raises:
+            ValueError: it is another scheduler's run, or has no cells.
+        """
+        own = self._own(run)
+        if own.cells is None:
+            raise ValueError("the run kept no cells")
+        return self.piece_by_piece(self._shared.export(own.cells, from_position))
+
+    def piece_by_piece(self, sections: Iterator[StateSection]) -> Iterator[StateSection]:
+        """Sections, each taken while no other thread uses the context."""
+        while True:
+            with self.lock:
+                section = next(sections, None)
+            if section is None:
+                return
+            yield section
+
+    def _own(self, run: Run) -> LlamaRun:
+        if not isinstance(run, LlamaRun) or run.owner is not self:
+            raise ValueError("the run is not one of this scheduler")
+        return run
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse what is no token.
@@ -170,126 +197,30 @@ class LlamaScheduler:
     def close(self) -> None:
         """Free the context, and all sequences with it."""
         with self.lock:
-            for run in [*self._active, *self._waiting]:
+            self._is_closed = True
+            for run in [*self._active, *self.admission.waiting]:
                 run.end("interrupted")
+                run.cells = None
             self._active.clear()
-            self._waiting.clear()
+            self.admission.waiting.clear()
             self._shared.close()
-
-    # ------------------------------------------------------------ admission
-
-    def _n_common(self, tokens: Sequence[int]) -> int:
-        """How many of the root's cells a run with these tokens may share; its last token stays pending."""
-        root = self._root
-        n = min(root.n_cells, len(tokens) - 1)
-        if list(root.tokens[:n]) == tokens[:n]:
-            return n
-        return next(i for i in range(n) if root.tokens[i] != tokens[i])
-
-    def _n_needed(self, run: LlamaRun, n_shared: int) -> int:
-        """Cells of its own that a run may come to."""
-        assert run.request is not None
-        n_max = run.request.sampling.max_tokens
-        n_tokens = self._n_ctx_max if n_max is None else min(run.n_prompt + n_max, self._n_ctx_max)
-        return max(n_tokens, len(run.tokens)) - 1 - n_shared
-
-    def _promised(self) -> int:
-        """Cells that runs under way may still take."""
-        return sum(
-            self._n_needed(run, run.cells.n_shared) - run.cells.n_own
-            for run in self._active
-            if run.cells is not None and not run.is_guest
-        )
-
-    def _admit(self) -> None:
-        """Give waiting runs a sequence, in their order, as long as all that is promised fits."""
-        if self._waiting and self._fills_memory:
-            self._fills_memory = False
-            self._shared.n_cells_max = min(self._shared.n_cells_max, self._shared.n_cells_in_memory())
-        while self._waiting:
-            run = self._waiting[0]
-            if not self._fits_at_all(run):
-                self._waiting.popleft()
-                self._over.append(run)
-                continue
-            n_guests = sum(active.is_guest for active in self._active)
-            if len(self._active) - n_guests >= self._n_parallel or self._shared.n_free_ids == 0:
-                return
-            n_shared = run.n_shareable if self._shared.can_share_part else self._place_to_share(run)
-            free = self._shared.n_cells_max - self._shared.n_used - self._promised()
-            if self._n_needed(run, n_shared) > free and len(self._active) > n_guests:
-                return
-            self._waiting.popleft()
-            self._begin(run, n_shared, free)
-
-    def _fits_at_all(self, run: LlamaRun) -> bool:
-        if run.is_over:
-            return False
-        n_most = min(self._n_ctx_max, self._shared.n_cells_max)
-        if len(run.tokens) < n_most or (len(run.tokens) == n_most and run.n_generated):
-            return True
-        run.fail(
-            no_room(
-                needed=len(run.tokens) + 1,
-                used=run.n_shareable,
-                limit=n_most,
-                n_ctx_train=self._info.n_ctx_train,
-            )
-        )
-        return False
-
-    def _place_to_share(self, run: LlamaRun) -> int:
-        """Where memory that cannot be shared in part lets a run begin: at the root's end, at a place that it
-        remembers, or at the beginning."""
-        if run.n_shareable == self._root.n_cells:
-            return run.n_shareable
-        return max((place for place in self._root.marks if place <= run.n_shareable), default=0)
-
-    def _begin(self, run: LlamaRun, n_shared: int, free: int) -> None:
-        root, shared = self._root, self._shared
-        try:
-            if n_shared == root.n_cells or shared.can_share_part or n_shared == 0:
-                run.cells = shared.fork(root.cells, n_shared)
-            else:
-                run.cells = shared.fork(root.cells, root.n_cells)
-                shared.go_back_to_tail(run.cells, n_shared, root.marks[n_shared])
-            run.begin(self._vocab, self._info.n_vocab, self._token_bytes)
-        except LlamakvError as error:
-            self._fail(run, error)
-            return
-        if not run.n_generated:
-            run.n_reused = n_shared
-        # alone it may have all there is, even if that is less than it was promised
-        run.n_ctx_max = min(self._n_ctx_max, n_shared + max(free, 0) + 1) if not self._others(run) else self._n_ctx_max
-        if len(run.tokens) >= run.n_ctx_max and not run.n_generated:
-            self._fail(
-                run,
-                no_room(
-                    needed=len(run.tokens) + 1,
-                    used=shared.n_used,
-                    limit=shared.n_cells_max,
-                    n_ctx_train=self._info.n_ctx_train,
-                ),
-            )
-            return
-        self._active.append(run)
-
-    def _others(self, run: LlamaRun) -> list[LlamaRun]:
-        return [active for active in self._active if active is not run and not active.is_guest]
-
-    def _fail(self, run: LlamaRun, error: LlamakvError) -> None:
-        run.fail(error)
-        if run in self._active:
-            self._active.remove(run)
-        self.release(run)
-        self._over.append(run)
 
     # ------------------------------------------------------------ a step
 
     def step(self, should_abort: AbortCheck | None = None) -> list[Run]:
         """One decode call for all that are under way; see the contract."""
         with self.lock:
-            self._admit()
+            self.turn(should_abort)
+            over: list[Run] = list(self._over)
+            self._over.clear()
+            return over
+
+    def turn(self, should_abort: AbortCheck | None = None) -> None:
+        """A step whose finished runs the next ``step`` returns."""
+        with self.lock:
+            if self._is_closed:
+                raise ValueError("the scheduler was closed")
+            self._over += self.admission.admit(self._root, self._begin)
             for run in self._active:
                 run.check_limits()
             self._collect()
@@ -299,8 +230,20 @@ class LlamaScheduler:
                 for run, _ in part:
                     run.check_limits()
                 self._collect()
-            over, self._over = self._over, []
-            return list(over)
+
+    def _begin(self, run: LlamaRun) -> None:
+        try:
+            run.begin(self._vocab, self._info.n_vocab, self._token_bytes)
+        except LlamakvError:
+            self._free(run)
+            raise
+
+    def _fail(self, run: LlamaRun, error: LlamakvError) -> None:
+        run.fail(error)
+        if run in self._active:
+            self._active.remove(run)
+        self._free(run)
+        self._over.append(run)
 
     def _collect(self) -> None:
         """Take away the runs that are over."""
@@ -308,16 +251,16 @@ class LlamaScheduler:
         for run in over:
             self._active.remove(run)
             if not run.is_guest and not (run.request is not None and run.request.keeps_cells and run.error is None):
-                self.release(run)
+                self._free(run)
             if not run.is_guest:
                 self._over.append(run)
 
     def _compose(self) -> list[tuple[LlamaRun, int]]:
         """Who takes part in the next call, with how many tokens."""
         runs = self._active
-        if not self._together and runs:
-            self._active = [*runs[1:], runs[0]]  # each in its turn
-            runs = runs[:1]
+        if not self._shared.decodes_together and runs:
+            runs.append(runs.pop(0))  # each in its turn
+            runs = runs[-1:]
         part = [(run, 1) for run in runs if run.n_unread == 0]
         left = N_UBATCH - len(part)
         if part:
@@ -336,11 +279,10 @@ class LlamaScheduler:
         before = self._before(part, should_abort)
         try:
             part = self._decode(part, should_abort)
-        except EngineError as error:
-            if any(run.is_guest for run, _ in part):
-                raise
-            for run, _ in part:
-                self._fail(run, error)
+        except _RefusedError as refused:
+            if refused.run.is_guest:
+                raise refused.reason from None
+            self._fail(refused.run, refused.reason)
             return
         except _Stopped:
             self._undo(part, before)
@@ -361,23 +303,32 @@ class LlamaScheduler:
 
     def _decode(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> list[tuple[LlamaRun, int]]:
         """One call; returns who took part. Where the engine finds no place for cells that are free by our count, it is
-        given a larger context, or less to do at once."""
+        given a larger context, or less to do at once; so it is where it refuses what is asked."""
         while True:
             rows = [self._rows(run, n) for run, n in part]
             try:
                 if not self._shared.native.decode(rows, should_abort=should_abort):
                     raise _Stopped
-            except NoRoomError:
-                if self._shared.can_grow:
-                    self._shared.enlarge()
-                elif len(part) > 1:
+            except EngineError as error:
+                if isinstance(error, NoRoomError) and self._can_enlarge():
+                    continue
+                if len(part) > 1:
                     part = part[: len(part) // 2]
                 elif part[0][1] > 1:
                     part = [(part[0][0], part[0][1] // 2)]
                 else:
-                    raise
+                    raise _RefusedError(part[0][0], error) from error
             else:
                 return part
+
+    def _can_enlarge(self) -> bool:
+        if not self._shared.can_grow:
+            return False
+        try:
+            self._shared.enlarge()
+        except NoRoomError:
+            return False
+        return True
 
     @staticmethod
     def _rows(run: LlamaRun, n: int) -> Rows:
@@ -392,14 +343,14 @@ class LlamaScheduler:
             return None
         run = part[0][0]
         assert run.cells is not None
-        return self._shared.tail(run.cells) if run.is_fragile and run.cells.n_cells else None
+        return self._shared.tail(run.cells) if run.is_guest and run.cells.n_cells else None
 
     def _undo(self, part: list[tuple[LlamaRun, int]], before: memoryview | None) -> None:
         for run, _ in part:
             assert run.cells is not None
             if self._info.kind not in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
                 self._shared.undo(run.cells)
-            elif run.is_fragile:
+            elif run.is_guest:
                 self._shared.go_back_to_tail(run.cells, run.cells.n_cells, before)
             else:
                 self._send_back(run)
@@ -410,11 +361,7 @@ class LlamaScheduler:
         """Have cells for a call, if need be by sending the latest runs back to wait: what was promised to them was
         there by our count, but the machine's memory may have gone to others."""
         while part:
-            expected = sum(
-                min(self._n_needed(run, run.cells.n_shared) - run.cells.n_own, run.n_unread + _N_EXPECTED)
-                for run in self._active
-                if run.cells is not None and run.request is not None
-            )
+            expected = sum(min(run.n_to_come, run.n_unread + _N_EXPECTED) for run in self._active)
             try:
                 self._shared.ensure(sum(n for _, n in part), expected=expected)
             except NoRoomError as error:
@@ -425,7 +372,7 @@ class LlamaScheduler:
                 if len(candidates) == 1:
                     self._fail(last, error)
                 else:
-                    self._shared.n_cells_max = max(self._shared.native.n_ctx, 1)
+                    self.admission.note_shortage()
                     self._send_back(last)
                 part = [(run, n) for run, n in part if run is not last]
             else:
@@ -435,5 +382,5 @@ class LlamaScheduler:
     def _send_back(self, run: LlamaRun) -> None:
         """Let a run wait again, with what it has written; it is read again when its turn comes."""
         self._active.remove(run)
-        self.release(run)
-        self._waiting.appendleft(run)
+        self._free(run)
+        self.admission.waiting.appendleft(run)

@@ -11,7 +11,7 @@ from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
 from llamakv.engine.room import no_room
 from llamakv.errors import AbortedError
-from llamakv.records import MemoryKind, Sampling, SectionKind, StateSection
+from llamakv.records import Sampling, SectionKind, StateSection
 
 if TYPE_CHECKING:
     from llamakv.engine.llamacpp.scheduler import LlamaScheduler
@@ -95,12 +95,13 @@ class LlamaSequence:
             raise ValueError("nothing to append")
         self._check_idle()
         self._scheduler.check_tokens(tokens)
-        kept = self._tokens[:-1] if replace_pending else self._tokens
-        if len(kept) < self.n_cells:
-            raise ValueError("the pending token has been evaluated already")
-        self._ensure_room(len(kept) + len(tokens))
-        self._tokens = [*kept, *tokens]
-        return self._evaluate(on_progress, should_abort)
+        with self._scheduler.lock:
+            kept = self._tokens[:-1] if replace_pending else self._tokens
+            if len(kept) < self.n_cells:
+                raise ValueError("the pending token has been evaluated already")
+            self._ensure_room(len(kept) + len(tokens))
+            self._tokens = [*kept, *tokens]
+            return self._evaluate(on_progress, should_abort)
 
     def _evaluate(self, on_progress: OnTokens | None, should_abort: AbortCheck | None) -> int:
         """Evaluate up to the pending token, in batches; the split depends on where it starts and nothing else."""
@@ -108,10 +109,10 @@ class LlamaSequence:
         if start >= end:
             return 0
         with self._scheduler.lock:
-            run = self._scheduler.guest(self, self._tokens, None, is_fragile=True)
+            run = self._scheduler.guest(self, self._tokens, None)
             try:
                 while run.n_unread:
-                    self._scheduler.step(should_abort)
+                    self._scheduler.turn(should_abort)
                     if on_progress is not None:
                         on_progress(self.n_cells - start, end - start)
             except AbortedError as error:
@@ -131,7 +132,7 @@ class LlamaSequence:
         self._check_idle()
         request = RunRequest(tokens=(), sampling=sampling, keeps_cells=True)
         with self._scheduler.lock:
-            self._run = self._scheduler.guest(self, self._tokens, request, is_fragile=False)
+            self._run = self._scheduler.guest(self, self._tokens, request)
         return self._run
 
     def generate(
@@ -145,7 +146,7 @@ class LlamaSequence:
             while True:
                 if should_abort is not None and should_abort():
                     return
-                self._scheduler.step()
+                self._scheduler.turn()
                 for token in self._tokens[n_before + n_given :]:
                     n_given += 1
                     yield token
@@ -169,8 +170,9 @@ class LlamaSequence:
 
     def mark(self) -> None:
         """Remember this place on memory that cannot go back by itself."""
-        if self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) and self.n_cells:
-            self.marks[self.n_cells] = self._shared.tail(self.cells)
+        if self._shared.is_recurrent and self.n_cells:
+            with self._scheduler.lock:
+                self.marks[self.n_cells] = self._shared.tail(self.cells)
             for position in sorted(self.marks)[:-_N_MARKS]:
                 del self.marks[position]
 
@@ -187,13 +189,14 @@ class LlamaSequence:
             raise ValueError(f"cannot keep {n_tokens} of {len(self._tokens)} tokens")
         self._check_idle()
         n_cells = max(n_tokens - 1, 0)
-        if n_cells < self.n_cells:
-            self._cut_cells(n_cells)
-        kept = self.n_cells
-        self._n_settled = min(self._n_settled, kept)
-        self.marks = {position: tail for position, tail in self.marks.items() if position <= kept}
-        self._tokens = self._tokens[:n_tokens]
-        n_evaluated = self._evaluate(on_progress, should_abort) if n_tokens else 0
+        with self._scheduler.lock:
+            if n_cells < self.n_cells:
+                self._cut_cells(n_cells)
+            kept = self.n_cells
+            self._n_settled = min(self._n_settled, kept)
+            self.marks = {position: tail for position, tail in self.marks.items() if position <= kept}
+            self._tokens = self._tokens[:n_tokens]
+            n_evaluated = self._evaluate(on_progress, should_abort) if n_tokens else 0
         return Rewound(n_kept=kept, n_evaluated=n_evaluated)
 
     def _cut_cells(self, n_cells: int) -> None:
@@ -207,7 +210,7 @@ class LlamaSequence:
 
     def export(self, from_position: int = 0) -> Iterator[StateSection]:
         """Yield the state beyond ``from_position`` in sections; see the contract."""
-        yield from self._shared.export(self.cells, from_position)
+        return self._scheduler.piece_by_piece(self._shared.export(self.cells, from_position))
 
     def restore(self, tokens: Sequence[int], sections: Iterable[StateSection]) -> None:
         """Replace the sequence with a stored one; see the contract."""
@@ -215,13 +218,14 @@ class LlamaSequence:
             raise ValueError("a session has at least one token")
         self._check_idle()
         self._scheduler.check_tokens(tokens)
-        if len(tokens) > self._n_ctx_max:
-            self._ensure_room(len(tokens))  # raises, while the sequence is still there
-        self._forget()
-        self._ensure_room(len(tokens))
-        self._shared.restore(self.cells, sections, len(tokens) - 1)
-        self._tokens = list(tokens)
-        self._n_settled = self.n_cells
+        with self._scheduler.lock:
+            if len(tokens) > self._n_ctx_max:
+                self._ensure_room(len(tokens))  # raises, while the sequence is still there
+            self._forget()
+            self._ensure_room(len(tokens))
+            self._shared.restore(self.cells, sections, len(tokens) - 1)
+            self._tokens = list(tokens)
+            self._n_settled = self.n_cells
 
     def _forget(self) -> None:
         self._shared.clear(self.cells)
@@ -238,6 +242,7 @@ class LlamaSequence:
                 limit=self._n_ctx_max,
                 n_ctx_train=self._info.n_ctx_train,
             )
+        self._scheduler.admission.check_free(n_tokens - 1 - self.n_cells)
         self._shared.ensure(max(n_tokens - self.n_cells, 0))
 
     def close(self) -> None:

@@ -70,9 +70,23 @@ class SharedContext:
     # ------------------------------------------------------------ facts
 
     @property
-    def can_share_part(self) -> bool:
-        """Whether a branch may share the beginning of a sequence, at any place."""
-        return self._info.kind in (MemoryKind.DENSE, MemoryKind.WINDOWED) and not self._copies_whole
+    def is_recurrent(self) -> bool:
+        """Whether there is a recurrent part, which is what it is at one place only."""
+        return self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID)
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether one call may hold tokens of several sequences."""
+        return not self.is_recurrent and not self._copies_whole
+
+    def can_share(self, cells: SequenceCells, n_cells: int) -> bool:
+        """Whether a branch may begin with the first ``n_cells`` cells of a sequence: all of them or none, or as many as
+        leave it all that positions from there on look at."""
+        if n_cells in (0, cells.n_cells):
+            return True
+        if self.is_recurrent or self._copies_whole:
+            return False
+        return self.cutter.can_go_back(self.native, cells.seq_id, n_cells)
 
     @property
     def n_free_ids(self) -> int:
@@ -108,17 +122,28 @@ class SharedContext:
 
         Raises:
             NoRoomError: there are as many sequences as the context was opened for.
-            ValueError: the memory cannot share just a part, and a part is what was asked for.
+            ValueError: that part cannot be shared.
         """
-        if not 0 <= n_cells <= parent.n_cells or (n_cells not in (0, parent.n_cells) and not self.can_share_part):
+        if not 0 <= n_cells <= parent.n_cells or not self.can_share(parent, n_cells):
             raise ValueError(f"cannot share {n_cells} of {parent.n_cells} cells")
         cells = self.add()
+        if n_cells and self._copies_whole and not parent.n_branches:
+            self._let_go_of_old_cells(parent)
         if n_cells:
             whole = n_cells == parent.n_cells
             self.native.copy(parent.seq_id, cells.seq_id, *((-1, -1) if whole else (0, n_cells)))
             cells.parent, cells.n_shared, cells.n_cells = parent, n_cells, n_cells
             parent.n_branches += 1
         return cells
+
+    def _let_go_of_old_cells(self, cells: SequenceCells) -> None:
+        """Free the cells of windowed layers that are out of a sequence's window: once several sequences have them, the
+        engine never uses them again (engine-facts d7)."""
+        low, _ = self.native.position_range(cells.seq_id)
+        if 0 <= low < cells.n_cells - self._info.n_window:
+            sections = list(self.cutter.cut(lambda: self.native, cells.seq_id, 0, cells.n_cells))
+            self.native.remove(cells.seq_id)
+            self.cutter.put(self.native, cells.seq_id, sections, cells.n_cells)
 
     def drop(self, cells: SequenceCells) -> None:
         """Free a sequence; its own cells are free then, those it shared stay with the parent.
@@ -156,8 +181,10 @@ class SharedContext:
         return True
 
     def go_back_to_tail(self, cells: SequenceCells, n_cells: int, tail: memoryview | None) -> None:
-        """Make a sequence what it was after ``n_cells`` tokens, where ``tail`` was taken (None: empty it)."""
-        self._check_alone(cells)
+        """Make a sequence what it was after ``n_cells`` tokens, where ``tail`` was taken (None: empty it). Others may
+        share its cells if it is no shorter then."""
+        if n_cells < cells.n_cells:
+            self._check_alone(cells)
         place = 0 if tail is None else n_cells
         cells.n_cells, cells.n_shared = 0, min(cells.n_shared, place)
         self.cutter.go_back_to_tail(self.native, cells.seq_id, place, tail)
@@ -179,7 +206,7 @@ class SharedContext:
 
     def export(self, cells: SequenceCells, p0: int) -> Iterator[StateSection]:
         """State beyond ``p0``, in sections."""
-        return self.cutter.cut(self.native, cells.seq_id, p0, cells.n_cells)
+        return self.cutter.cut(lambda: self.native, cells.seq_id, p0, cells.n_cells)
 
     def restore(self, cells: SequenceCells, sections: Iterable[StateSection], n_cells: int) -> None:
         """Fill an empty sequence; it is empty after a failure, and the others are as they were.
@@ -214,8 +241,7 @@ class SharedContext:
                 limit=self.n_cells_max,
             )
         if needed > self.native.n_ctx:
-            if self._copies_whole:  # moved one by one, so that nothing is shared in the larger one
-                needed = sum(cells.n_cells for cells in self._live) + n_more
+            needed = self._n_after_moving() + n_more
             self._grow(self._size(min(max(needed, self.n_used + expected), max(needed, self.n_cells_max))))
 
     @property
@@ -239,30 +265,45 @@ class SharedContext:
     def _grow(self, size: int) -> None:
         self._check_memory(size)
         larger = self._open_context(size)
+        kept = {cells.seq_id: self._n_shared_after_moving(cells) for cells in self._live}
         try:
             for cells in self._live:  # in the order they were made: parents come before their branches
-                self._move(cells, larger)
+                self._move(cells, larger, kept[cells.seq_id])
         except BaseException:
             larger.close()
             raise
         self.native.close()
         self.native = larger
-        if self._copies_whole:
-            for cells in self._live:
-                self._forget_parent(cells)
+        for cells in self._live:
+            if kept[cells.seq_id] < cells.n_shared:
+                assert cells.parent is not None
+                cells.parent.n_branches -= 1
+                cells.parent, cells.n_shared = None, 0
 
-    def _move(self, cells: SequenceCells, larger: NativeContext) -> None:
-        shared = 0 if self._copies_whole else cells.n_shared
-        if shared and cells.parent is not None:
-            larger.copy(cells.parent.seq_id, cells.seq_id, 0, shared)
-        sections = self.cutter.cut(self.native, cells.seq_id, shared, cells.n_cells)
+    def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> None:
+        if n_shared and cells.parent is not None:
+            larger.copy(cells.parent.seq_id, cells.seq_id, 0, n_shared)
+        sections = self.cutter.cut(lambda: self.native, cells.seq_id, n_shared, cells.n_cells)
         self.cutter.put(larger, cells.seq_id, sections, cells.n_cells)
 
-    @staticmethod
-    def _forget_parent(cells: SequenceCells) -> None:
-        if cells.parent is not None:
-            cells.parent.n_branches -= 1
-        cells.parent, cells.n_shared = None, 0
+    def _n_after_moving(self) -> int:
+        return sum(cells.n_cells - self._n_shared_after_moving(cells) for cells in self._live)
+
+    def _n_shared_after_moving(self, cells: SequenceCells) -> int:
+        """What a sequence can still share in a larger context: not what moves in one piece, nor what its parent has
+        lost since (cells out of the window, which the engine gave to others)."""
+        if cells.parent is None or cells.n_shared == 0 or self._copies_whole:
+            return 0
+        if self._info.kind is MemoryKind.HYBRID and not self.cutter.can_be_cut(
+            self.native, cells.seq_id, cells.n_cells
+        ):
+            return 0
+        if self._info.kind is MemoryKind.WINDOWED:
+            low, _ = self.native.position_range(cells.seq_id)
+            parents_low, _ = self.native.position_range(cells.parent.seq_id)
+            if not 0 <= parents_low <= low:
+                return 0
+        return cells.n_shared
 
     def _check_memory(self, n_ctx: int) -> None:
         n_bytes = self.bytes_per_cell()

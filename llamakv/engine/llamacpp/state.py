@@ -7,7 +7,7 @@ bytes, so that it can be cut off a hybrid's cells and kept once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from llamakv.engine.llamacpp.context import PARTIAL, NativeContext
 from llamakv.errors import EngineError, MismatchError
@@ -35,24 +35,25 @@ class StateCutter:
 
     # ------------------------------------------------------------ out
 
-    def cut(self, context: NativeContext, seq_id: int, p0: int, n_cells: int) -> Iterator[StateSection]:
-        """Sections of ``[p0, n_cells)`` of a sequence, and its tail where the kind has one."""
+    def cut(self, context: Callable[[], NativeContext], seq_id: int, p0: int, n_cells: int) -> Iterator[StateSection]:
+        """Sections of ``[p0, n_cells)`` of a sequence, and its tail where the kind has one. ``context`` is asked for
+        each: it may be replaced by a larger one in between."""
         if n_cells == 0:
             return
-        if self._in_one_piece or not self._can_be_cut(context, seq_id, n_cells):
-            data = _through_scratch(context, seq_id)
+        if self._in_one_piece or not self.can_be_cut(context(), seq_id, n_cells):
+            data = _through_scratch(context(), seq_id)
             yield StateSection(kind=SectionKind.WHOLE, p0=0, p1=n_cells, p_used=n_cells, data=data)
             return
         if self._kind is not MemoryKind.RECURRENT:
             for a in range(p0, n_cells, self._n_section):
                 b = min(a + self._n_section, n_cells)
-                data = self._cells(context, seq_id, a, b)
+                data = self._cells(context(), seq_id, a, b)
                 yield StateSection(kind=SectionKind.CELLS, p0=a, p1=b, p_used=b, data=data)
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
-            data = self.take_tail(context, seq_id, n_cells)
+            data = self.take_tail(context(), seq_id, n_cells)
             yield StateSection(kind=SectionKind.TAIL, p0=n_cells, p1=n_cells, p_used=n_cells, data=data)
 
-    def _can_be_cut(self, context: NativeContext, seq_id: int, n_cells: int) -> bool:
+    def can_be_cut(self, context: NativeContext, seq_id: int, n_cells: int) -> bool:
         """Whether a hybrid's recurrent part comes last in its bytes, as it does for nearly all (engine-facts c2)."""
         if self._kind is not MemoryKind.HYBRID:
             return True
