@@ -113,13 +113,20 @@ class Example:
 
 TICKETS = ROOT / "examples" / "tickets.csv"
 CATEGORIES = {" billing", " account", " delivery", " technical", " other"}
-RIGHT = dict(
-    zip(
-        re.findall(r"^T-\d+", TICKETS.read_text(), re.MULTILINE),
-        "billing account delivery technical billing delivery account other technical billing account other".split(),
-        strict=True,
-    )
-)
+RIGHT = {
+    "T-1001": "billing",
+    "T-1002": "account",
+    "T-1003": "delivery",
+    "T-1004": "technical",
+    "T-1005": "billing",
+    "T-1006": "delivery",
+    "T-1007": "account",
+    "T-1008": "other",
+    "T-1009": "technical",
+    "T-1010": "billing",
+    "T-1011": "account",
+    "T-1012": "other",
+}
 
 
 def answers_in(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,14 @@ def read_bytes(file: str) -> bytes:
         raise UsageError(f"{file!r} is a directory, expected a text file", path=file) from error
     except OSError as error:
         raise UsageError(f"{input_name(file)} cannot be read: {error.strerror}", path=file) from error
+
+
+def argument(text: str) -> str:
+    """An argument of the command line as UTF-8, whatever the locale took its bytes for."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        return text
 
 
 def decode(data: bytes, name: str) -> str:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -119,11 +119,18 @@ def _from_line(
     )
 
 
-def _filled(template: str, names: frozenset[str] | None, values: Mapping[str, str], where: str) -> str:
+def _filled(
+    template: str,
+    names: frozenset[str] | None,
+    values: Mapping[str, str],
+    where: str,
+    there: Iterable[str] | None = None,
+) -> str:
     for name in sorted(names or ()):
         if name not in values:
             raise UsageError(
-                f"{where}: the template's {{{name}}} is not there; there is {', '.join(sorted(values)) or 'nothing'}"
+                f"{where}: the template's {{{name}}} is not there; "
+                f"there is {', '.join(sorted(values if there is None else there)) or 'nothing'}"
             )
     parts = []
     for literal, field_name, _, _ in string.Formatter().parse(template):
@@ -176,8 +183,11 @@ def _from_table(
                 f"{name} has no column 'prompt', but {', '.join(columns)}",
                 hint=f"say what to ask: --template 'Summarise: {{{columns[-1]}}}'",
             )
-        for row in rows:
-            where = f"{name} line {rows.line_num}"
+        while True:
+            where = f"{name} line {rows.line_num + 1}"  # where it begins: cells may hold line breaks
+            row = next(rows, None)
+            if row is None:
+                return
             if not row:
                 continue
             if len(row) != len(columns):
@@ -203,6 +213,7 @@ def _from_json(
     if not isinstance(found, dict):
         raise UsageError(f"{where}: expected an object, found {_kind(found)}")
     fields = Fields(found, where)
+    texts = {} if names is None else fields.texts(names)
     identity = fields.take("id", _identity)
     text = fields.take("prompt", _text)
     messages = fields.take("messages", _messages)
@@ -212,10 +223,9 @@ def _from_json(
     if template is not None:
         if messages:
             raise UsageError(f"{where}: 'messages' and a template cannot go together")
-        own = {"prompt": text, "id": None if identity is None else str(identity)}
-        data = {name: fields.take(name, _any_text) for name in sorted((names or frozenset()) - set(own))}
-        values = {name: value for name, value in {**data, **own}.items() if value is not None}
-        text = _filled(template, names, values, where)
+        for name in names or ():
+            fields.take(name, _any_text)  # unknown otherwise
+        text = _filled(template, names, texts, where, (name for name, value in found.items() if value is not None))
     fields.check_empty(_KNOWN)
     if text is not None and messages:
         raise UsageError(f"{where}: 'prompt' and 'messages' cannot go together")
@@ -251,6 +261,20 @@ class Fields:
             return convert(value)
         except ValueError as error:
             raise UsageError(f"{self._where}: {name!r} {error}") from error
+
+    def texts(self, names: Iterable[str]) -> dict[str, str]:
+        """The members of these names that are there, as texts; they stay to be taken.
+
+        Raises:
+            UsageError: one is no text that could be read.
+        """
+        found = {}
+        for name in names:
+            before = self._values.get(name)
+            text = self.take(name, _any_text)
+            if text is not None:
+                found[name], self._values[name] = text, before
+        return found
 
     def check_empty(self, known: Sequence[str]) -> None:
         """Refuse what nobody asked for.

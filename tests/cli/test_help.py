@@ -16,7 +16,7 @@ from llamakv import __version__
 from llamakv.cli import app
 from tests.cli.conftest import Ran
 
-COMMANDS = ["chat", "save", "load", "inspect", "ls", "rm", "verify", "compact"]
+COMMANDS = ["chat", "save", "load", "fork", "inspect", "ls", "rm", "verify", "compact"]
 EVERYWHERE = {"--json", "--verbose", "--quiet"}
 OF_A_MODEL = {
     "--model", "--model-dir", "--lora", "--gpu-layers", "--threads", "--n-ctx", "--type-k", "--type-v", "--flash-attn",
@@ -26,7 +26,7 @@ OF_A_MODEL = {
 }  # fmt: skip
 SHORT = {
     "--model": "-m", "--n-ctx": "-c", "--threads": "-t", "--gpu-layers": "-ngl", "--type-k": "-ctk", "--type-v": "-ctv",
-    "--prompt": "-p", "--file": "-f", "--verbose": "-v", "--quiet": "-q", "--yes": "-y",
+    "--prompt": "-p", "--file": "-f", "--verbose": "-v", "--quiet": "-q", "--yes": "-y", "--samples": "-n",
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_every_command_has_the_common_options(command: str) -> None:
     assert set(_parameters(command)) >= EVERYWHERE
 
 
-@pytest.mark.parametrize("command", ["chat", "save", "load"])
+@pytest.mark.parametrize("command", ["chat", "save", "load", "fork"])
 def test_commands_with_a_model_have_all_its_options(command: str) -> None:
     assert set(_parameters(command)) >= OF_A_MODEL
 
@@ -102,7 +102,15 @@ def test_version_names_the_engine_without_importing_it(run: Callable[..., Ran]) 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("chat", "--help"), ("ls",), ("inspect", "missing.bin"), ("rm", "-y", "missing.bin")],
+    [
+        ("--help",),
+        ("--version",),
+        ("chat", "--help"),
+        ("fork", "--help"),
+        ("ls",),
+        ("inspect", "missing.bin"),
+        ("rm", "-y", "missing.bin"),
+    ],
 )
 def test_the_engine_is_not_imported_where_it_is_not_needed(arguments: tuple[str, ...], home: object) -> None:
     script = (

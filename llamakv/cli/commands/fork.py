@@ -190,7 +190,7 @@ def _prompts(
         hint = f"llamakv fork {ref} --prompts questions.txt, or: llamakv fork {ref} 'One question' 'Another one'"
         raise UsageError("there are no prompts", hint=hint)
     if file is None:
-        return given_prompts(texts, template=template)
+        return given_prompts([requests.argument(text) for text in texts], template=template)
     text = requests.read_text(file)
     found = read_prompts(text, name=requests.input_name(file), kind=kind, template=template)
     if not found:
@@ -203,12 +203,19 @@ def _naming(root: Path, pattern: str) -> Callable[[Branch], SaveTarget]:
     from llamakv.cli import refs
     from llamakv.ops.fork import SaveTarget
 
+    is_path = os.sep in pattern or pattern.endswith(".bin")
+
     def target(branch: Branch) -> SaveTarget:
         text = str(branch.id)
         if os.sep in text or "\0" in text or text in (".", ".."):
             raise UsageError(f"id {branch.id!r} cannot be a part of a session's name", hint="give it another id")
         parts = [part.replace("{index}", str(branch.index)) for part in pattern.split("{id}")]
         found = refs.target(root, text.join(parts))
+        if found.name is None and not is_path:
+            raise UsageError(
+                f"id {branch.id!r} makes {str(found.path)!r} a path instead of a session's name",
+                hint="give it another id, or a path to --save-as: 'runs/{id}.bin'",
+            )
         return SaveTarget(path=found.path, name=found.name)
 
     return target
