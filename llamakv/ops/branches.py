@@ -116,6 +116,8 @@ class BranchPlanner:
         model = self._model
         if seed_given == -1 or (seed_given is None and self._is_random):
             sampling = replace(sampling, seed=0)  # any seed would do
+        if sampling.temperature <= 0:
+            sampling = replace(sampling, seed=0, top_k=0, top_p=1.0, min_p=0.0)  # these make no difference
         facts = [asdict(model.identity), asdict(model.model.settings), asdict(sampling)]
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         digest.update(array.array("i", tokens).tobytes())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llamakv.errors import ConflictError, UsageError
+from llamakv.errors import AbortedError, ConflictError, InterruptedByUser, UsageError
 from llamakv.ops.batch import (
     N_PARALLEL,
     Batch,
@@ -166,8 +166,17 @@ def _base(
         return whole(info.record), reused
     base = cut_at(info.record, request.at, opened.model)
     if len(base.tokens) < len(info.record.tokens):
-        kept = go_back(opened.sequence, info if reused else None, len(base.tokens), reporter).n_kept
-        reused = min(reused, kept)
+        try:
+            back = go_back(
+                opened.sequence,
+                info if reused else None,
+                len(base.tokens),
+                reporter,
+                should_abort=reporter.should_abort,
+            )
+        except AbortedError as error:
+            raise InterruptedByUser("interrupted while reading the session again; no prompt was answered") from error
+        reused = min(reused, back.n_kept)
     return base, reused
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from llamakv.engine.contract import LiveSequence, Rewound
+from llamakv.engine.contract import AbortCheck, LiveSequence, Rewound
 from llamakv.errors import NotFoundError, StoreError
 from llamakv.ops.keeping import n_common
 from llamakv.ops.requests import Reporter
@@ -13,12 +13,27 @@ from llamakv.records import SectionKind
 from llamakv.store.session_file import SessionInfo, SessionReader
 
 
-def go_back(sequence: LiveSequence, stored: SessionInfo | None, n_tokens: int, reporter: Reporter) -> Rewound:
+def go_back(
+    sequence: LiveSequence,
+    stored: SessionInfo | None,
+    n_tokens: int,
+    reporter: Reporter,
+    *,
+    should_abort: AbortCheck | None = None,
+) -> Rewound:
     """Keep the first ``n_tokens`` tokens, and say so if the memory made it necessary to read some of them again.
-    ``stored`` is the session as it was last saved or read."""
+    ``stored`` is the session as it was last saved or read.
+
+    Raises:
+        AbortedError: ``should_abort`` stopped it; fewer tokens are left.
+    """
     fetch_tails(sequence, stored)
     n_before = sequence.n_cells
-    result = sequence.rewind(n_tokens, on_progress=lambda done, total: reporter.progress("prefill", done, total))
+    result = sequence.rewind(
+        n_tokens,
+        on_progress=lambda done, total: reporter.progress("prefill", done, total),
+        should_abort=should_abort,
+    )
     if result.n_evaluated:
         reporter.notice(
             f"this model's memory cannot go back from {n_before:,} to {sequence.n_cells:,} tokens: "

@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import math
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from llamakv.errors import UsageError
 from llamakv.ops.requests import SamplingOptions
+from llamakv.ops.templates import TextTemplate
 
 PromptFormat = Literal["auto", "text", "jsonl", "csv"]
 PromptId = int | str
@@ -54,14 +54,14 @@ def read_prompts(text: str, *, name: str, kind: PromptFormat = "auto", template:
     """
     text = text.removeprefix("\ufeff")
     kind = _kind_of(text, name) if kind == "auto" else kind
-    names = None if template is None else _fields_of(template)
+    form = None if template is None else TextTemplate(template)
     if kind == "csv":
-        return _number(_from_table(text, name, template, names))
+        return _number(_from_table(text, name, form))
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line.strip()]
     if kind == "jsonl":
-        return _number(_from_json(f"{name} line {number}", line, template, names) for number, line in lines)
-    return _number(_from_line(f"{name} line {number}", line, template, names) for number, line in lines)
+        return _number(_from_json(f"{name} line {number}", line, form) for number, line in lines)
+    return _number(_from_line(f"{name} line {number}", line, form) for number, line in lines)
 
 
 def given_prompts(texts: Sequence[str], *, template: str | None = None) -> list[Prompt]:
@@ -70,8 +70,8 @@ def given_prompts(texts: Sequence[str], *, template: str | None = None) -> list[
     Raises:
         UsageError: a template that cannot be used.
     """
-    names = None if template is None else _fields_of(template)
-    return _number(_from_line(f"prompt {i}", text, template, names) for i, text in enumerate(texts))
+    form = None if template is None else TextTemplate(template)
+    return _number(_from_line(f"prompt {i}", text, form) for i, text in enumerate(texts))
 
 
 def _kind_of(text: str, name: str) -> PromptFormat:
@@ -109,63 +109,16 @@ def _number(prompts: Iterator[tuple[PromptId | None, Prompt]]) -> list[Prompt]:
 # ---------------------------------------------------------------- lines
 
 
-def _from_line(
-    where: str, line: str, template: str | None, names: frozenset[str] | None
-) -> tuple[PromptId | None, Prompt]:
+def _from_line(where: str, line: str, template: TextTemplate | None) -> tuple[PromptId | None, Prompt]:
     if not _is_unicode(line):
         raise UsageError(f"{where} is not UTF-8 text")
-    return None, Prompt(
-        id="", text=_filled(template, names, {"prompt": line}, where) if template else line, where=where
-    )
-
-
-def _filled(
-    template: str,
-    names: frozenset[str] | None,
-    values: Mapping[str, str],
-    where: str,
-    there: Iterable[str] | None = None,
-) -> str:
-    for name in sorted(names or ()):
-        if name not in values:
-            raise UsageError(
-                f"{where}: the template's {{{name}}} is not there; "
-                f"there is {', '.join(sorted(values if there is None else there)) or 'nothing'}"
-            )
-    parts = []
-    for literal, field_name, _, _ in string.Formatter().parse(template):
-        parts.append(literal)
-        if field_name is not None:
-            parts.append(values[field_name])
-    return "".join(parts)
-
-
-def _fields_of(template: str) -> frozenset[str]:
-    try:
-        parsed = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UsageError(f"the template cannot be read: {error}", hint="write {{ and }} for braces") from error
-    names = set()
-    for _, name, spec, conversion in parsed:
-        if name is None:
-            continue
-        if not name or spec or conversion:
-            shown = "{" + name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
-            raise UsageError(
-                f"the template's {shown} is not a name in braces", hint="write {column}, and {{ and }} for braces"
-            )
-        names.add(name)
-    if not names:
-        raise UsageError("the template names nothing: every prompt would be the same", hint="name {prompt} or a column")
-    return frozenset(names)
+    return None, Prompt(id="", text=template.fill({"prompt": line}, where) if template else line, where=where)
 
 
 # ---------------------------------------------------------------- tables
 
 
-def _from_table(
-    text: str, name: str, template: str | None, names: frozenset[str] | None
-) -> Iterator[tuple[PromptId | None, Prompt]]:
+def _from_table(text: str, name: str, template: TextTemplate | None) -> Iterator[tuple[PromptId | None, Prompt]]:
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     delimiter = "\t" if name.lower().endswith(".tsv") else ","
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -193,7 +146,7 @@ def _from_table(
             if len(row) != len(columns):
                 raise UsageError(f"{where}: {len(row)} cells, there are {len(columns)} columns")
             values = dict(zip(columns, row, strict=True))
-            asked = values["prompt"] if template is None else _filled(template, names, values, where)
+            asked = values["prompt"] if template is None else template.fill(values, where)
             yield values.get("id") or None, Prompt(id="", text=asked, where=where)
     except csv.Error as error:
         raise UsageError(f"{name} line {rows.line_num}: {error}") from error
@@ -202,9 +155,7 @@ def _from_table(
 # ---------------------------------------------------------------- JSON lines
 
 
-def _from_json(
-    where: str, line: str, template: str | None, names: frozenset[str] | None
-) -> tuple[PromptId | None, Prompt]:
+def _from_json(where: str, line: str, template: TextTemplate | None) -> tuple[PromptId | None, Prompt]:
     try:
         found = json.loads(line, object_pairs_hook=lambda pairs: _without_doubles(pairs, where))
     except (ValueError, RecursionError) as error:
@@ -213,7 +164,7 @@ def _from_json(
     if not isinstance(found, dict):
         raise UsageError(f"{where}: expected an object, found {_kind(found)}")
     fields = Fields(found, where)
-    texts = {} if names is None else fields.texts(names)
+    texts = {} if template is None else fields.texts(template.names)
     identity = fields.take("id", _identity)
     text = fields.take("prompt", _text)
     messages = fields.take("messages", _messages)
@@ -223,9 +174,9 @@ def _from_json(
     if template is not None:
         if messages:
             raise UsageError(f"{where}: 'messages' and a template cannot go together")
-        for name in names or ():
+        for name in template.names:
             fields.take(name, _any_text)  # unknown otherwise
-        text = _filled(template, names, texts, where, (name for name, value in found.items() if value is not None))
+        text = template.fill(texts, where, (name for name, value in found.items() if value is not None))
     fields.check_empty(_KNOWN)
     if text is not None and messages:
         raise UsageError(f"{where}: 'prompt' and 'messages' cannot go together")

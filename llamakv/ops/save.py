@@ -91,8 +91,11 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
             return saved
 
         reused, complete = _read(opened, tokens, reporter, keep)
+        nothing_new = earlier is not None and _is_same(earlier, opened, sampling, request.name)
         return SaveResult(
-            saved=keep(complete=complete),
+            saved=Saved(info=earlier, n_written=0, elapsed_s=0.0)
+            if nothing_new and earlier is not None
+            else keep(complete=complete),
             reused=reused,
             evaluated=opened.sequence.n_cells - reused,
             n_tokens_wanted=len(tokens),
@@ -124,6 +127,19 @@ def _another(info: SessionInfo) -> ExistsError:
 
 def _is_incomplete(record: SessionRecord) -> bool:
     return record.lineage.note.startswith(INCOMPLETE)
+
+
+def _is_same(earlier: SessionInfo, opened: OpenModel, sampling: Sampling, name: str | None) -> bool:
+    """Whether the file holds already what is to be saved."""
+    record = earlier.record
+    return (
+        not _is_incomplete(record)
+        and record.tokens == tuple(opened.sequence.tokens)
+        and (record.sampling, record.settings, record.versions)
+        == (sampling, opened.model.settings, opened.model.versions)
+        and record.lineage.name == name
+        and opened.sequence.n_settled == opened.sequence.n_cells
+    )
 
 
 def _check_tokens_continue(earlier: SessionInfo, tokens: Sequence[int]) -> None:

@@ -185,6 +185,20 @@ def test_text_is_the_answers_and_errors_go_to_stderr(run: Run, sessions: Path) -
     assert run("fork", "chat.bin", "one", "two", "--format", "text", "-q", *FEW).err == ""
 
 
+def test_text_may_be_laid_out_with_names(run: Run, sessions: Path) -> None:
+    (sessions / "q.jsonl").write_text(
+        '{"id": "a", "prompt": "one {text}"}\n{"prompt": ""}\n{"messages": [{"role": "user", "content": "two"}]}\n'
+    )
+    lines = run("fork", "chat.bin", "--prompts", "q.jsonl", *FEW).lines
+    form = "{id}\t{index}\t{sample}\t{prompt}\t{finish_reason}\t{seed}\t{generated}\t{{}}\t{text}"
+    ran = run("fork", "chat.bin", "--prompts", "q.jsonl", "--format", form, *FEW)
+    assert ran.status == 3
+    assert ran.out == (
+        f"a\t0\t0\tone {{text}}\tlength\t7\t3\t{{}}\t{lines[0]['text']}\n"
+        f"2\t2\t0\ttwo\tlength\t7\t3\t{{}}\t{lines[2]['text']}\n"
+    )
+
+
 def test_samples_have_seeds_of_their_own(run: Run, sessions: Path) -> None:
     lines = run("fork", "raw.bin", "-n", "4", "--temperature", "2", "--seed", "5", "--max-tokens", "8", "-t", "1").lines
     assert [(line["id"], line["sample"], line["seed"]) for line in lines] == [(n, n, 5 + n) for n in range(4)]
@@ -272,7 +286,11 @@ def test_a_table_and_a_template_make_prompts(run: Run, sessions: Path) -> None:
         (("chat.bin", "--prompts", "deep.jsonl"), 2, "deep.jsonl line 1: not JSON: nested too deeply"),
         (("chat.bin", "q", "--template", "{a}"), 2, "prompt 0: the template's {a} is not there; there is prompt"),
         (("chat.bin", "q", "--template", "same"), 2, "the template names nothing"),
-        (("chat.bin", "q", "--format", "csv"), 2, "invalid value for '--format': 'csv' is not one of jsonl, text"),
+        (("chat.bin", "q", "--format", "csv"), 2, "'csv' is not a format"),
+        (("chat.bin", "q", "--format", "{text"), 2, "the template cannot be read"),
+        (("chat.bin", "q", "--format", "{text!r}"), 2, "the template's {text!r} is not a name in braces"),
+        (("chat.bin", "q", "--format", "{text} {x}"), 2, "--format has no {x}"),
+        (("chat.bin", "q", "--format", "{text}", "--skip-done", "x"), 2, "--skip-done needs JSON lines"),
         (("chat.bin", "q", "--format", "text", "--skip-done", "x"), 2, "--skip-done needs JSON lines"),
         (("chat.bin", "q", "-n", "0"), 2, "invalid value for '--samples' / '-n': 0 is less than 1"),
         (("chat.bin", "q", "--parallel", "0"), 2, "invalid value for '--parallel': 0 is less than 1"),
@@ -426,6 +444,7 @@ def test_reading_only_the_first_answer_is_no_error(questions: Path) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_16(sessions: Path) -> None:
     done = _shell("llamakv fork chat.bin one two three --max-tokens 3 -t 1 >/dev/full")
     assert done.returncode == 16
@@ -448,7 +467,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         (ASCII, "--json"),
         pytest.param(ASCII, "--format=text", marks=pytest.mark.slow),
         pytest.param({"LC_ALL": "C"}, "--json", marks=pytest.mark.slow),
-        ({"PYTHONIOENCODING": "cp1252"}, "-q"),
+        pytest.param({"PYTHONIOENCODING": "cp1252"}, "-q", marks=pytest.mark.slow),
     ],
     ids=["ASCII", "ASCII text", "C", "cp1252"],
 )
@@ -463,13 +482,13 @@ def test_answers_are_whole_in_any_locale(process: Run, questions: Path, env: dic
         assert ran.lines[0]["id"] == "é 数据 🙂"
 
 
+@pytest.mark.parametrize("env", [ASCII, pytest.param({"LC_ALL": "C"}, marks=pytest.mark.slow)], ids=["ASCII", "C"])
 def test_prompts_beyond_ascii_are_taken_from_the_command_line_in_any_locale(
-    process: Run, run: Run, sessions: Path
+    process: Run, run: Run, sessions: Path, env: dict[str, str]
 ) -> None:
     expected = run("fork", "chat.bin", "é 数据", *FEW).lines[0]
-    for env in ({"LC_ALL": "C"}, ASCII):
-        ran = process("fork", "chat.bin", "é 数据", *FEW, env=env)
-        assert (ran.status, ran.lines[0]["text"], ran.lines[0]["key"]) == (0, expected["text"], expected["key"])
+    ran = process("fork", "chat.bin", "é 数据", *FEW, env=env)
+    assert (ran.status, ran.lines[0]["text"], ran.lines[0]["key"]) == (0, expected["text"], expected["key"])
 
 
 def _on_a_terminal(out: Path, *arguments: str | Path, **env: str) -> tuple[int, str]:
@@ -579,6 +598,7 @@ def test_interrupted_whole_lines_are_out_and_the_rest_comes_with_skip_done(
     assert lines_of(out.read_bytes())[: len(first)] == first
 
 
+@pytest.mark.slow
 def test_an_interruption_says_how_to_go_on(process: Run, questions: Path) -> None:
     out = Path("out.jsonl")
     child = _started(out, 3, "fork", "chat.bin", "--prompts", questions, *MANY, "--json")
@@ -627,7 +647,7 @@ def answered(saved: Path, model_path: Path) -> bytes:
     "cut",
     [
         "in a character",
-        "before the line end",
+        pytest.param("before the line end", marks=pytest.mark.slow),
         pytest.param("in the last line", marks=pytest.mark.slow),
         pytest.param("to the first byte", marks=pytest.mark.slow),
     ],
@@ -710,10 +730,10 @@ def test_a_file_that_is_no_earlier_output_is_refused_and_stays(run: Run, session
         out.write_text(text)
         ran = run("fork", "chat.bin", "one", *FEW, "--skip-done", out)
         assert (ran.status, ran.out, ran.err.startswith(said)) == (2, "", True)
-    for text in ("# README", '{"type": "message", "text": "a"}'):
-        out.write_text(text)
-        ran = appending(out, "fork", "chat.bin", "one", *FEW, "--skip-done", out)
-        assert (ran.status, out.read_text(), ran.err.startswith(said)) == (2, text, True)
+    text = '{"type": "message", "text": "a"}'
+    out.write_text(text)
+    ran = appending(out, "fork", "chat.bin", "one", *FEW, "--skip-done", out)
+    assert (ran.status, out.read_text(), ran.err.startswith(said)) == (2, text, True)
 
 
 def test_a_session_made_without_an_engine_needs_its_model(run: Run, home: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llamakv.ops.branches import Branch
     from llamakv.ops.fork import BranchResult, ForkProgress, ForkSummary, SaveTarget
     from llamakv.ops.prompts import Prompt, PromptFormat
+    from llamakv.ops.templates import TextTemplate
 
 PARTLY_DONE = 3
 N_PARALLEL_MAX = 254
@@ -81,8 +82,9 @@ Timeout = Annotated[
 ]  # fmt: skip
 Format = Annotated[
     str,
-    typer.Option("--format", metavar="FORMAT", parser=one_of("jsonl", "text"), autocompletion=offers("jsonl", "text"),
-                 rich_help_panel=OUTPUT, help="jsonl, a JSON line per answer, or text (default: jsonl)."),
+    typer.Option("--format", metavar="FORMAT", autocompletion=offers("jsonl", "text"), rich_help_panel=OUTPUT,
+                 help="jsonl, a JSON line per answer; text; or a text with names in braces, such as '{id}: {text}' "
+                      "(default: jsonl)."),
 ]  # fmt: skip
 Unordered = Annotated[
     bool,
@@ -131,9 +133,10 @@ def fork(
     from llamakv.cli.reporting import running
     from llamakv.ops.fork import N_PARALLEL, ForkRequest, fork_session
 
-    if form == "text" and (output.json or skip_done is not None):
+    layout = _layout(form)
+    if layout is not None and (output.json or skip_done is not None):
         option = "--json" if output.json else "--skip-done"
-        raise UsageError(f"{option} needs JSON lines", hint="leave out --format text")
+        raise UsageError(f"{option} needs JSON lines", hint="leave out --format")
     root = config.store_dir(store.store)
     found = refs.existing(root, ref)
     asked = _prompts(ref, texts or [], prompts, cast("PromptFormat", kind), template, samples)
@@ -162,7 +165,7 @@ def fork(
         def on_result(result: BranchResult) -> None:
             if streams.is_terminal(sys.stdout):
                 reporter.pause()
-            _tell(output, form, result)
+            _tell(output, layout, result)
 
         def on_progress(progress: ForkProgress) -> None:
             reporter.rate(progress.n_generated / progress.elapsed_s if progress.elapsed_s > 0 else 0.0)
@@ -254,13 +257,37 @@ def _is_output(file: str) -> bool:
 # ---------------------------------------------------------------- out
 
 
-def _tell(output: Output, form: str, result: BranchResult) -> None:
+_NAMES = ("id", "index", "sample", "prompt", "text", "finish_reason", "seed", "reused", "evaluated", "generated")
+"""What ``--format`` may name."""
+
+
+def _layout(form: str) -> TextTemplate | None:
+    """How an answer is written; None for JSON lines."""
+    from llamakv.ops.templates import TextTemplate
+
+    if form == "jsonl":
+        return None
+    if form != "text" and "{" not in form:
+        raise UsageError(
+            f"{form!r} is not a format", hint="jsonl, text, or names in braces: --format '{prompt}: {text}'"
+        )
+    layout = TextTemplate("{text}" if form == "text" else form)
+    unknown = next(iter(sorted(layout.names - set(_NAMES))), None)
+    if unknown is not None:
+        raise UsageError(f"--format has no {{{unknown}}}", hint=f"the names are {', '.join(_NAMES)}")
+    return layout
+
+
+def _tell(output: Output, layout: TextTemplate | None, result: BranchResult) -> None:
     """One branch's result."""
-    if result.error is not None and form == "text":
+    if result.error is not None and layout is not None:
         result.error.message = f"{result.branch.prompt.where}: {result.error.message}"
         output.show(result.error)
-    elif form == "text":
-        output.stream(result.text if result.text.endswith("\n") else result.text + "\n")
+    elif layout is not None:
+        prompt = result.branch.prompt
+        asked = prompt.messages[-1][1] if prompt.messages else prompt.text or ""
+        facts = {"id": result.branch.id, "sample": result.branch.sample or 0, "prompt": asked, **_facts(result)}
+        output.stream(layout.fill({name: str(facts[name]) for name in layout.names}, "--format") + "\n")
     elif result.error is not None:
         output.stream_line("error", {**_facts(result), **error_json(result.error)})
     else:
