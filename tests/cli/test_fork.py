@@ -708,6 +708,20 @@ def test_errors_are_tried_again(run: Run, sessions: Path) -> None:
     assert run("fork", "chat.bin", "--prompts", "q.txt", *FEW, "--skip-done", "out.jsonl").out == ""
 
 
+def test_kept_branches_that_were_not_told_before_a_kill_are_no_dead_end(run: Run, sessions: Path) -> None:
+    """In the order of the input a branch may be kept long before it is told."""
+    arguments = ("fork", "chat.bin", "one", "two", *FEW, "--save-as", "kept-{id}", "--skip-done", "out.jsonl")
+    whole = run(*arguments)
+    Path("out.jsonl").write_text(whole.out[: whole.out.index("\n") + 1])
+    ran = run(*arguments)
+    assert ran.status in (0, 11)
+    if ran.status == 11:
+        assert re.search(r"^hint: .*--force", ran.err, re.MULTILINE)
+        ran = run(*arguments, "--force")
+    assert (ran.status, [line["id"] for line in ran.lines]) == (0, [1])
+    assert ran.lines[0]["text"] == whole.lines[1]["text"]
+
+
 def test_another_prompt_under_the_same_id_is_refused_and_nothing_is_run(run: Run, sessions: Path) -> None:
     first = run("fork", "chat.bin", "one", "two", *FEW)
     Path("out.jsonl").write_text(first.out)

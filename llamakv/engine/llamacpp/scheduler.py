@@ -273,9 +273,13 @@ class LlamaScheduler:
         return part
 
     def _advance(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> None:
+        if should_abort is not None and should_abort():
+            raise AbortedError("stopped", n_done=0)
         part = self._with_room(part)
         if not part:
             return
+        if all(run.n_unread == 0 for run, _ in part):
+            should_abort = None  # one token each: not worth being asked in the middle
         before = self._before(part, should_abort)
         try:
             part = self._decode(part, should_abort)
