@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llamakv.engine.contract import Run, Scheduler
-from llamakv.errors import AbortedError, LlamakvError
+from llamakv.errors import AbortedError, ExistsError, LlamakvError
 from llamakv.ops.branches import Branch, BranchPlanner, PlannedBranch
 from llamakv.ops.keeping import BranchKeeper
 from llamakv.ops.prompts import Prompt
@@ -138,6 +138,7 @@ class Batch:
         self._on_progress = on_progress
         self._running: dict[int, tuple[Run, PlannedBranch]] = {}
         self._finished: dict[int, BranchResult | None] = dict.fromkeys(done)
+        self._replaced: set[int] = set()
         self._next = 0
         self._n_total = len(branches)
         self._n_answers = self._n_errors = 0
@@ -172,11 +173,26 @@ class Batch:
             branch = self._todo.popleft()
             try:
                 planned = self._planner.plan(branch)
+                self._check_target(planned)
                 run = self._scheduler.submit(planned.request)
             except LlamakvError as error:
                 self._finish(branch.index, BranchResult(branch=branch, error=error))
                 continue
             self._running[id(run)] = (run, planned)
+
+    def _check_target(self, planned: PlannedBranch) -> None:
+        """A file that is there may be replaced if that was asked for, or if it is this very branch, kept by a run that
+        was killed before it could tell."""
+        target = self._targets.get(planned.branch.index)
+        if target is None or self._request.overwrite or not target.path.exists():
+            return
+        if not self._keeper.holds(target.path, planned.request):
+            raise ExistsError(
+                f"{target.path} already exists, and is not this branch",
+                hint="add --force to replace it",
+                path=str(target.path),
+            )
+        self._replaced.add(planned.branch.index)
 
     # ------------------------------------------------------------ out
 
@@ -218,7 +234,7 @@ class Batch:
             messages=planned.messages,
             sampling=planned.request.sampling,
             name=target.name,
-            overwrite=self._request.overwrite,
+            overwrite=self._request.overwrite or planned.branch.index in self._replaced,
         ).path
 
     def _finish(self, index: int, result: BranchResult) -> None:

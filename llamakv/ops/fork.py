@@ -6,8 +6,16 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from llamakv.errors import AbortedError, ConflictError, InterruptedByUser, UsageError
+from llamakv.errors import (
+    AbortedError,
+    ConflictError,
+    InterruptedByUser,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from llamakv.ops.batch import (
     N_PARALLEL,
     Batch,
@@ -59,8 +67,8 @@ def fork_session(
     if request.at is not None:
         check_place(request.at)
     branches = branches_of(request.prompts, request.n_samples)
-    targets = _targets(request, branches)
     info = read_session(request.path)
+    targets = _targets(request, branches, info)
     _check_can_go_on(request, info.record)
     sampling = merge_sampling(request.sampling, info.record.sampling)
     model = replace(request.model, n_parallel=_n_parallel(request, info.record, len(branches)))
@@ -124,12 +132,12 @@ def _check_can_go_on(request: ForkRequest, record: SessionRecord) -> None:
         )
 
 
-def _targets(request: ForkRequest, branches: Sequence[Branch]) -> dict[int, SaveTarget]:
+def _targets(request: ForkRequest, branches: Sequence[Branch], info: SessionInfo) -> dict[int, SaveTarget]:
     """Where branches are kept, by index; refused before anything is run.
 
     Raises:
         UsageError: two would be the same file, or one the session itself.
-        ExistsError: one is there already, and may not be overwritten.
+        ExistsError: one is there already, may not be overwritten, and is no branch of this session.
     """
     if request.save_as is None:
         return {}
@@ -144,9 +152,20 @@ def _targets(request: ForkRequest, branches: Sequence[Branch]) -> dict[int, Save
                 hint="use {id} in --save-as: --save-as 'answer-{id}'",
             )
         if str(branch.id) not in request.done:
-            check_writable(target.path, overwrite=request.overwrite)
+            is_branch = _is_branch(target.path, info)
+            check_writable(target.path, overwrite=request.overwrite or is_branch)
         targets[branch.index] = target
     return targets
+
+
+def _is_branch(path: Path, parent: SessionInfo) -> bool:
+    """Whether a file is a branch of a session; one that was kept before a batch was killed may be made again."""
+    if not path.is_file():
+        return False
+    try:
+        return read_session(path).record.lineage.parent_id == parent.record.lineage.session_id
+    except (StoreError, NotFoundError):
+        return False
 
 
 def _n_parallel(request: ForkRequest, record: SessionRecord, n_branches: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamakv import __version__
-from llamakv.engine.contract import LiveSequence, Run, Scheduler
+from llamakv.engine.contract import LiveSequence, Run, RunRequest, Scheduler
 from llamakv.engine.prompt import template_digest
 from llamakv.engine.text import join
 from llamakv.errors import (
@@ -34,6 +34,7 @@ from llamakv.store.session_file import (
     StoredSection,
     create_session,
     extend_session,
+    read_session,
     truncate_sections,
 )
 
@@ -232,6 +233,18 @@ class BranchKeeper:
                 path, record, sections, compress=self._compress, overwrite=overwrite, source=source, keep=keep
             )
 
+    def holds(self, path: Path, request: RunRequest) -> bool:
+        """Whether a file is what an earlier run of the same batch kept of this branch."""
+        try:
+            record = read_session(path).record
+        except (StoreError, NotFoundError):
+            return False
+        return (
+            record.lineage.parent_id == self._parent.record.lineage.session_id
+            and record.tokens[: len(request.tokens)] == request.tokens
+            and record.sampling == request.sampling
+        )
+
     def _record(self, run: Run, messages: Sequence[Message], sampling: Sampling, name: str | None) -> SessionRecord:
         opened, parent, now = self._opened, self._parent.record, time.time()
         tokens = tuple(run.tokens)
@@ -250,6 +263,7 @@ class BranchKeeper:
             session_id=uuid.uuid4().hex,
             parent_id=parent.lineage.session_id,
             parent_position=n_common(parent.tokens, tokens),
+            tags=parent.lineage.tags,
             name=name,
             created_s=now,
             updated_s=now,

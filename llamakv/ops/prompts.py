@@ -358,7 +358,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     found = []
     for token, bias in value.items():
         amount = -math.inf if bias in ("-inf", "-Infinity") else _float(bias)
-        if not token.isdecimal() or len(token) > _MAX_DIGITS or amount is None:
+        if not (token.isascii() and token.isdecimal()) or len(token) > _MAX_DIGITS or amount is None:
             raise ValueError("must be an object of token ids and biases (numbers, or '-inf')")
         if math.isnan(amount) or amount == math.inf:
             raise ValueError("cannot make a token certain: a bias is a finite number or '-inf'")

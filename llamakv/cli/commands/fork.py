@@ -41,7 +41,11 @@ _FORMATS = ("auto", "text", "jsonl", "csv")
 
 Texts = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PROMPT]...", help="What to ask, each in a branch of its own.", show_default=False),
+    typer.Argument(
+        metavar="[PROMPT]...",
+        show_default=False,
+        help="What to ask, each in a branch of its own; - reads prompts from standard input.",
+    ),
 ]
 PromptsFile = Annotated[
     str | None,
@@ -62,7 +66,8 @@ Template = Annotated[
 Samples = Annotated[
     int,
     typer.Option("--samples", "-n", metavar="N", parser=whole(1, 1_000_000), rich_help_panel=PROMPTS,
-                 help="Answers to each prompt, with seeds counted up from --seed (default: 1)."),
+                 help="Answers to each prompt, with seeds counted up from --seed (default: 1). Without a prompt they "
+                      "go on from where the session stopped."),
 ]  # fmt: skip
 At = Annotated[
     str | None,
@@ -185,6 +190,8 @@ def _prompts(
     """What is asked: given as arguments, in a file, or nothing but to go on."""
     from llamakv.ops.prompts import Prompt, given_prompts, read_prompts
 
+    if texts == ["-"] and file is None:
+        texts, file = [], "-"
     if texts and file is not None:
         raise UsageError("prompts are given twice: as arguments and with --prompts")
     if file is None and not texts:
