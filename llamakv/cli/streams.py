@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t\r"}
 _CONTROLS: dict[int, int | None] = {
@@ -16,6 +20,30 @@ _CONTROLS: dict[int, int | None] = {
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
 """Control characters as visible ones (U+2400 block), so that text cannot drive a terminal; returns are left out."""
+
+
+class _Patient(io.RawIOBase):
+    """A descriptor that another program set not to block: waits until it takes what is written, which Python's own
+    streams drop."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Buffer, /) -> int:
+        while True:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
 
 
 class PipeClosed(Exception):
@@ -39,6 +67,9 @@ def prepare() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and not os.get_blocking(stream.fileno()):
+            patient = io.BufferedWriter(_Patient(stream.fileno()))
+            setattr(sys, name, io.TextIOWrapper(patient, encoding=stream.encoding, errors="replace", newline="\n"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
     if isinstance(sys.stdin, io.TextIOWrapper):

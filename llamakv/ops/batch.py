@@ -186,6 +186,7 @@ class Batch:
         target = self._targets.get(planned.branch.index)
         if target is None or self._request.overwrite or not target.path.exists():
             return
+        self._replaced.discard(planned.branch.index)
         if not self._keeper.holds(target.path, planned.request):
             raise ExistsError(
                 f"{target.path} already exists, and is not this branch",
@@ -227,6 +228,7 @@ class Batch:
 
     def _save(self, run: Run, planned: PlannedBranch) -> Path:
         target = self._targets[planned.branch.index]
+        self._check_target(planned)  # it may have been there, or gone on with, since the branch began
         return self._keeper.save(
             target.path,
             self._scheduler,

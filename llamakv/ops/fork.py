@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llamakv.engine.prompt import ChatTemplate
 from llamakv.errors import (
     AbortedError,
     ConflictError,
@@ -27,7 +28,7 @@ from llamakv.ops.batch import (
 )
 from llamakv.ops.branches import Branch, BranchPlanner, branches_of
 from llamakv.ops.going_back import go_back
-from llamakv.ops.keeping import BranchKeeper
+from llamakv.ops.keeping import BranchKeeper, is_untouched_branch
 from llamakv.ops.matching import merge_sampling
 from llamakv.ops.opening import OpenModel, resume
 from llamakv.ops.places import Base, check_place, cut_at, whole
@@ -75,11 +76,11 @@ def fork_session(
     opened, info, back = resume(request.path, model, request.memory, request.options, reporter, info)
     with opened:
         opened.model.check_sampling(sampling)
-        base, reused = _base(opened, info, back.reused, request, reporter)
         record = info.record
         template = (
             None if record.chat is None else template_of(opened, record.chat.template, now_s=record.lineage.created_s)
         )
+        base, reused = _base(opened, info, template, back.reused, request, reporter)
         planner = BranchPlanner(
             opened,
             base,
@@ -163,7 +164,7 @@ def _is_branch(path: Path, parent: SessionInfo) -> bool:
     if not path.is_file():
         return False
     try:
-        return read_session(path).record.lineage.parent_id == parent.record.lineage.session_id
+        return is_untouched_branch(read_session(path).record, parent)
     except (StoreError, NotFoundError):
         return False
 
@@ -178,12 +179,17 @@ def _n_parallel(request: ForkRequest, record: SessionRecord, n_branches: int) ->
 
 
 def _base(
-    opened: OpenModel, info: SessionInfo, reused: int, request: ForkRequest, reporter: Reporter
+    opened: OpenModel,
+    info: SessionInfo,
+    template: ChatTemplate | None,
+    reused: int,
+    request: ForkRequest,
+    reporter: Reporter,
 ) -> tuple[Base, int]:
     """What all branches begin with, in memory; and how many of its cells came from the file."""
     if request.at is None:
         return whole(info.record), reused
-    base = cut_at(info.record, request.at, opened.model)
+    base = cut_at(info.record, request.at, opened.model, template)
     if len(base.tokens) < len(info.record.tokens):
         try:
             back = go_back(

@@ -234,13 +234,13 @@ class BranchKeeper:
             )
 
     def holds(self, path: Path, request: RunRequest) -> bool:
-        """Whether a file is what an earlier run of the same batch kept of this branch."""
+        """Whether a file is what an earlier run of the same batch kept of this branch, and nobody went on with it."""
         try:
             record = read_session(path).record
         except (StoreError, NotFoundError):
             return False
         return (
-            record.lineage.parent_id == self._parent.record.lineage.session_id
+            is_untouched_branch(record, self._parent)
             and record.tokens[: len(request.tokens)] == request.tokens
             and record.sampling == request.sampling
         )
@@ -282,6 +282,12 @@ class BranchKeeper:
             n_ctx=opened.sequence.n_ctx,
             text=text,
         )
+
+
+def is_untouched_branch(record: SessionRecord, parent: SessionInfo) -> bool:
+    """Whether a session is a branch of another as it was kept at first."""
+    lineage = record.lineage
+    return lineage.parent_id == parent.record.lineage.session_id and lineage.n_saves == 1
 
 
 def _without_whole(sections: tuple[StoredSection, ...]) -> tuple[StoredSection, ...]:

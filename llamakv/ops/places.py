@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamakv.engine.contract import Model
+from llamakv.engine.prompt import ChatTemplate
 from llamakv.engine.text import join
 from llamakv.errors import NotFoundError, UsageError
 from llamakv.records import Message, SessionRecord
@@ -41,9 +42,10 @@ def whole(record: SessionRecord) -> Base:
     return Base(tokens=record.tokens, messages=messages, text=record.text)
 
 
-def cut_at(record: SessionRecord, at: str, model: Model) -> Base:
+def cut_at(record: SessionRecord, at: str, model: Model, template: ChatTemplate | None) -> Base:
     """A session as it was at a place: ``turnN`` is after the N-th reply (``turn0``: before the first message),
-    a number is that many of its tokens. A message that is cut there keeps its beginning.
+    a number is that many of its tokens. A message that is cut there keeps its beginning. ``template`` is the session's,
+    None where it is raw text.
 
     Raises:
         UsageError: no place at all, or one within the text of the chat template.
@@ -57,9 +59,9 @@ def cut_at(record: SessionRecord, at: str, model: Model) -> Base:
             f"position {n_tokens:,} is not in the session: it has {len(record.tokens):,} tokens", position=n_tokens
         )
     tokens = record.tokens[:n_tokens]
-    if record.chat is None:
+    if record.chat is None or template is None:
         return Base(tokens=tokens, messages=(), text=join(model.token_bytes(token) for token in tokens))
-    return Base(tokens=tokens, messages=_messages_at(record, n_tokens, model), text=None)
+    return Base(tokens=tokens, messages=_messages_at(record, n_tokens, model, template), text=None)
 
 
 def _end_of_turn(record: SessionRecord, number: int) -> int:
@@ -77,14 +79,14 @@ def _end_of_turn(record: SessionRecord, number: int) -> int:
     return system.p1
 
 
-def _messages_at(record: SessionRecord, n_tokens: int, model: Model) -> tuple[Message, ...]:
+def _messages_at(record: SessionRecord, n_tokens: int, model: Model, template: ChatTemplate) -> tuple[Message, ...]:
     assert record.chat is not None
     messages = record.chat.messages
     kept = [message for message in messages if message.p1 <= n_tokens]
     if kept and kept[-1].p1 == n_tokens:
         return tuple(kept)
     cut = next((message for message in messages if message.p0 < n_tokens < message.p1), None)
-    content = None if cut is None else _content_at(record, cut, n_tokens, model)
+    content = None if cut is None else _content_at(record, cut, n_tokens, model, template)
     if cut is None or content is None:
         raise UsageError(
             f"position {n_tokens} lies within the chat template's own text, not in a message",
@@ -95,20 +97,35 @@ def _messages_at(record: SessionRecord, n_tokens: int, model: Model) -> tuple[Me
     return (*kept, replace(cut, content=content, p1=n_tokens, finish=finish, is_open=cut.role != "assistant"))
 
 
-def _content_at(record: SessionRecord, message: Message, n_tokens: int, model: Model) -> str | None:
+def _content_at(
+    record: SessionRecord, message: Message, n_tokens: int, model: Model, template: ChatTemplate
+) -> str | None:
     """The beginning of a message's content that the tokens up to ``n_tokens`` hold; None where it has not begun, or
     is over."""
+    assert record.chat is not None
+    if message.role == "assistant":
+        return join(model.token_bytes(token) for token in record.tokens[message.p0 : n_tokens])
     read = join(model.token_bytes(token, special=True) for token in record.tokens[message.p0 : message.p1])
     there = join(model.token_bytes(token, special=True) for token in record.tokens[message.p0 : n_tokens])
     there = there.rstrip("\ufffd")  # a character of which a part is there
-    if message.role == "assistant":
-        return join(model.token_bytes(token) for token in record.tokens[message.p0 : n_tokens])
-    content = message.content.strip()
+    messages = record.chat.messages
+    before = template.render_open([*messages[: messages.index(message)], replace(message, content="")])
+    for content in (message.content, message.content.strip()):
+        start = _start_of(content, read, before)
+        if start is not None and read.startswith(there) and 0 < len(there) - start < len(content):
+            return content[: len(there) - start]
+    return None
+
+
+def _start_of(content: str, read: str, before: str) -> int | None:
+    """Where a message's content begins in what it was read as, ``before`` being all that the template writes before
+    it: the content may well be a word of the template's own."""
     start = read.find(content)
-    n_content = len(there) - start
-    if start < 0 or not 0 < n_content < len(content) or not read.startswith(there):
-        return None
-    return content[:n_content]
+    while start >= 0:
+        if before.endswith(read[:start]):
+            return start
+        start = read.find(content, start + 1)
+    return None
 
 
 def _nearby(messages: Sequence[Message], n_tokens: int) -> str:

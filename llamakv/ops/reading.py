@@ -78,7 +78,9 @@ def placed(
     for last, tokens in pieces:
         for i in range(index, last):
             messages[i] = replace(messages[i], p0=position, p1=position)
-        messages[last] = replace(messages[last], p0=position, p1=position + len(tokens))
+        begun = plan.rewritten_from is None and messages[last].p1 > messages[last].p0  # one that was left open
+        p0 = messages[last].p0 if begun else position
+        messages[last] = replace(messages[last], p0=p0, p1=position + len(tokens))
         position += len(tokens)
         index = last + 1
     messages[-1] = replace(messages[-1], p1=end)

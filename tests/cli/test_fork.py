@@ -755,3 +755,19 @@ def test_a_session_made_without_an_engine_needs_its_model(run: Run, home: Path) 
     ran = run("fork", "session.bin", "one")
     assert (ran.status, ran.out) == (10, "")
     assert "--model-dir" in ran.err
+
+
+def test_an_output_that_another_program_set_not_to_block_gets_every_line(sessions: Path) -> None:
+    (sessions / "many.txt").write_text("".join(f"Question {i}?\n" for i in range(700)))
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    words = ["fork", "raw.bin", "--prompts", "many.txt", "--max-tokens", "1", "-t", "1", "-q"]
+    with subprocess.Popen([sys.executable, "-m", "llamakv", *words], cwd=sessions, stdout=writer) as process:
+        os.close(writer)
+        parts = []
+        while part := os.read(reader, 4096):
+            parts.append(part)
+            time.sleep(0.001)  # slower than it writes
+        os.close(reader)
+    assert process.returncode == 0
+    assert [json.loads(line)["id"] for line in b"".join(parts).splitlines()] == list(range(700))

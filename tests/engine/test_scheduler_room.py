@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from llamakv.engine.contract import RunRequest
+from llamakv.engine.contract import MemoryRequest, RunRequest
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.context import NativeContext, Rows
 from llamakv.engine.llamacpp.run import LlamaRun
@@ -220,7 +220,7 @@ def _no_memory(_: SharedContext, n_ctx: int) -> None:
     raise NoRoomError(f"no memory for {n_ctx} cells")
 
 
-def test_the_last_one_fails_with_its_error_and_the_results_of_others_stand(
+def test_the_last_one_ends_where_it_is_and_the_results_of_others_stand(
     dense: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(dense, [(20, 400), (30, 40), (40, 40), (5, 6)])
@@ -229,7 +229,7 @@ def test_the_last_one_fails_with_its_error_and_the_results_of_others_stand(
     with watching() as seen:
         runs = [scheduler.submit(RunRequest(tokens=(*case.prefix, *s), sampling=o)) for s, o in case.branches]
         drive(scheduler, runs)
-    assert (runs[0].finish_reason, type(runs[0].error)) == ("", NoRoomError)
+    assert (runs[0].finish_reason, runs[0].error) == ("context", None)
     assert len(runs[0].tokens) == 513
     check_all_close([written(run, seen) for run in runs[1:]], case.expected[1:])
     assert scheduler.counts.n_cells == 299
@@ -331,3 +331,26 @@ def test_growing_in_the_middle_of_one_run_is_exact(model: LlamaModel) -> None:
     pairs: list[tuple[Written, Written]] = list(zip(actual, case.expected, strict=True))
     assert [is_same(*pair) for pair in pairs] == [True, True]
     assert all(check_close(*pair) for pair in pairs)
+
+
+def test_a_reply_of_the_root_ends_where_memory_does(dense: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(dense, [])
+    scheduler = case.scheduler(1)
+    monkeypatch.setattr(SharedContext, "_check_memory", _no_memory)
+    tokens = list(scheduler.root.generate(Sampling(), n_max=1000))
+    assert (scheduler.root.finish_reason, len(tokens)) == ("context", 513 - 300)
+    with pytest.raises(NoRoomError):
+        scheduler.root.extend([300] * 20)
+
+
+def test_a_window_only_run_has_the_whole_context_as_a_chat_has(models) -> None:
+    with LlamaModel(models("MS")) as model:
+        tokens = tokens_of(model, 250)
+        memory = MemoryRequest(swa_full=False)
+        scheduler = model.open_scheduler(
+            memory, n_parallel=1, n_ctx_min=250, n_ctx_max=1024, n_cells_max=1024, n_threads=1
+        )
+        scheduler.root.extend(tokens)
+        run = scheduler.submit(RunRequest(tokens=tuple(tokens), sampling=Sampling(max_tokens=None)))
+        drive(scheduler, [run])
+        assert (run.error, run.finish_reason, len(run.tokens)) == (None, "context", 1024)

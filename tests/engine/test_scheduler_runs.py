@@ -335,3 +335,22 @@ def test_waiting_does_not_count(dense: LlamaModel, monkeypatch: pytest.MonkeyPat
     assert (first.finish_reason, second.started_s, second.is_over) == ("length", 0.0, False)
     clock.step(scheduler, 9)
     assert (second.finish_reason, second.started_s) == ("length", 152.0)
+
+
+def test_a_grammar_whose_end_is_forbidden_ends_the_run_and_not_the_process(dense: LlamaModel) -> None:
+    scheduler = open_scheduler(dense, 2)
+    scheduler.root.extend(tokens_of(dense, 20))
+    ends = tuple((token, float("-inf")) for token in range(300))
+    for temperature in (0.0, 0.8):
+        sampling = Sampling(temperature=temperature, grammar='root ::= "a"', logit_bias=ends, max_tokens=9)
+        runs = [scheduler.submit(request([*tokens_of(dense, 20), 400], 4)) for _ in range(1)]
+        runs.append(scheduler.submit(RunRequest(tokens=tuple(tokens_of(dense, 20)), sampling=sampling)))
+        drive(scheduler, runs)
+        assert [(run.finish_reason, run.error) for run in runs] == [("length", None), ("stop", None)]
+        assert runs[1].text in ("", "a")
+
+
+@pytest.mark.parametrize("grammar", ["root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000, 'root ::= "a"\0 "b"'])
+def test_a_grammar_that_would_end_the_process_or_be_cut_is_refused(dense: LlamaModel, grammar: str) -> None:
+    with pytest.raises(UsageError):
+        dense.check_sampling(Sampling(grammar=grammar))

@@ -1121,3 +1121,54 @@ def test_what_is_damaged_is_refused_and_read_again_if_asked(dense: Driver, raw: 
         dense.fork(raw, "So?")
     assert refused.value.exit_status == 13
     assert dense.fork(raw, *PROMPTS, sampling=GREEDY, options=ResumeOptions(recompute=True)).texts == expected
+
+
+def test_a_kept_branch_that_was_gone_on_with_is_not_replaced(dense: Driver, chat: Path, tmp_path: Path) -> None:
+    more = {"save_as": into(tmp_path), "sampling": GREEDY}
+    kept = dense.fork(chat, "What?", **more).results[0].saved
+    assert kept is not None
+    assert dense.fork(chat, "What?", **more).results[0].error is None  # as it was kept, it may be made again
+    with dense.resume(kept) as live:
+        live.send("And more.", Heard().reporter)
+    before = kept.read_bytes()
+    with pytest.raises(ExistsError):
+        dense.fork(chat, "What?", **more)
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize("word", ["user", "assistant", "  two words"])
+def test_a_message_is_found_though_the_template_has_its_words(dense: Driver, tmp_path: Path, word: str) -> None:
+    path = tmp_path / "words.bin"
+    with dense.chat(save=path) as live:
+        live.send(word, Heard().reporter)
+        message = live.messages[0]
+    found = {}
+    for at in range(message.p0 + 1, message.p1):
+        (tmp_path / f"at{at}").mkdir()
+        try:
+            result = dense.fork(path, "Next?", at=str(at), sampling=GREEDY, save_as=into(tmp_path / f"at{at}"))
+        except UsageError:
+            continue
+        saved = result.results[0].saved
+        assert saved is not None
+        record = read_session(saved).record
+        assert record.chat is not None
+        found[at] = record.chat.messages[0].content
+        text = text_of(dense, record.tokens)
+        assert text.startswith(f"<|im_start|>user\n{found[at]}\n\nNext?<|im_end|>")
+    assert all(word.startswith(content) and len(content) < len(word) for content in found.values())
+    assert found
+
+
+def test_undoing_the_answer_to_a_document_takes_the_document_too(driver: Driver, tmp_path: Path) -> None:
+    path, answered = begin(driver, tmp_path / "doc.bin", "document"), tmp_path / "answered.bin"
+    driver.load(path, None, save=answered, sampling=GREEDY)
+    document = read_session(answered).record.chat.messages[-2]
+    assert (document.role, document.p0) == ("user", read_session(path).record.chat.messages[-1].p0)
+    with driver.resume(answered) as live, driver.chat() as cold:
+        live.undo(Heard().reporter)
+        live.send("Hello.", Heard().reporter)
+        if any(message.role == "system" for message in live.messages):
+            cold.set_system(live.messages[0].content, Heard().reporter)
+        cold.send("Hello.", Heard().reporter)
+        assert list(live._model.sequence.tokens[:20]) == list(cold._model.sequence.tokens[:20])

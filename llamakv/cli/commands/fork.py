@@ -36,6 +36,9 @@ PARTLY_DONE = 3
 N_PARALLEL_MAX = 254
 """llama.cpp's 256 sequences, less the prefix and the scratch sequence."""
 
+_MAX_ID_BYTES = 200
+"""Of an id in a file's name, which may have 255 (NAME_MAX) with what is put around it."""
+
 PROMPTS = "Prompts"
 _FORMATS = ("auto", "text", "jsonl", "csv")
 
@@ -217,7 +220,8 @@ def _naming(root: Path, pattern: str) -> Callable[[Branch], SaveTarget]:
 
     def target(branch: Branch) -> SaveTarget:
         text = str(branch.id)
-        if os.sep in text or "\0" in text or text in (".", ".."):
+        is_long = len(os.fsencode(text)) > _MAX_ID_BYTES
+        if os.sep in text or "\0" in text or text in (".", "..") or is_long:
             raise UsageError(f"id {branch.id!r} cannot be a part of a session's name", hint="give it another id")
         parts = [part.replace("{index}", str(branch.index)) for part in pattern.split("{id}")]
         found = refs.target(root, text.join(parts))

@@ -135,6 +135,8 @@ class Admission:
         shared = self._shared
         if len(run.tokens) - n_shared > max(free, 0) and not run.n_generated:
             raise self._no_room(run, used=shared.n_used + self.promised, limit=self.limit)
+        if shared.moves_whole:  # what is shared would not be after growing, so there is to be no growing
+            free = self._make_room(n_least=len(run.tokens) - n_shared, n_most=min(run.n_to_come - n_shared, free))
         if shared.can_share(root.cells, n_shared):
             run.cells = shared.fork(root.cells, n_shared)
         else:
@@ -144,6 +146,19 @@ class Admission:
         run.n_ctx_max = min(self._n_ctx_max, max(n_shared + max(free, 0) + 1, len(run.tokens)))
         if not run.n_generated:
             run.n_reused = n_shared
+
+    def _make_room(self, *, n_least: int, n_most: int) -> int:
+        """Have room for as many cells as there is memory for; returns how many."""
+        n = n_most
+        while True:
+            try:
+                self._shared.ensure(n)
+            except NoRoomError:
+                if n <= n_least:
+                    raise
+                n = max(n // 2, n_least)
+            else:
+                return n
 
 
 def n_common(one: Sequence[int], other: Sequence[int], n_most: int) -> int:

@@ -107,15 +107,15 @@ NEEDED = """
     llama_model_default_params llama_model_free llama_model_ftype llama_model_get_vocab llama_model_has_decoder
     llama_model_is_diffusion llama_model_is_hybrid llama_model_is_recurrent llama_model_load_from_file
     llama_model_meta_val_str llama_model_n_ctx_train llama_model_n_layer llama_model_n_swa llama_model_size
-    llama_n_ctx llama_progress_callback llama_sampler_accept llama_sampler_chain_add
+    llama_n_ctx llama_progress_callback llama_sampler_accept llama_sampler_apply llama_sampler_chain_add
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_n llama_sampler_chain_remove
     llama_sampler_free llama_sampler_init_dist llama_sampler_init_grammar llama_sampler_init_greedy
     llama_sampler_init_logit_bias llama_sampler_init_min_p llama_sampler_init_penalties llama_sampler_init_temp
     llama_sampler_init_top_k llama_sampler_init_top_p llama_sampler_sample llama_set_abort_callback
     llama_set_adapters_lora llama_state_seq_get_data_ext llama_state_seq_get_size_ext llama_state_seq_set_data_ext
-    llama_supports_gpu_offload llama_token_to_piece llama_tokenize llama_version llama_vocab_bos llama_vocab_eos
-    llama_vocab_eot llama_vocab_get_add_bos llama_vocab_get_attr llama_vocab_get_text llama_vocab_is_eog
-    llama_vocab_n_tokens llama_vocab_sep llama_vocab_type
+    llama_supports_gpu_offload llama_token_data llama_token_data_array llama_token_to_piece llama_tokenize
+    llama_version llama_vocab_bos llama_vocab_eos llama_vocab_eot llama_vocab_get_add_bos llama_vocab_get_attr
+    llama_vocab_get_text llama_vocab_is_eog llama_vocab_n_tokens llama_vocab_sep llama_vocab_type
 """.split()  # noqa: SIM905
 """All that llamakv takes from the binding; a test compares the list with the code."""
 

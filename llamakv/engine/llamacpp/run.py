@@ -95,6 +95,9 @@ class LlamaRun:
         """Choose the next token from the logits at ``index`` of the decode call that took the pending one."""
         assert self.writer is not None
         token = self.writer.chooser.choose(context, len(self.tokens), index)
+        if token is None:  # the grammar is at its end, or at a place where all it allows is forbidden
+            self.end("stop")
+            return
         self.tokens.append(token)
         now = time.perf_counter()
         self.first_token_s = self.first_token_s or now

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
+
+import numpy as np
 
 from llamakv.engine.llamacpp.native import Pointer, api
 from llamakv.errors import UsageError
 from llamakv.records import Sampling
+
+_MAX_NESTING = 500  # of a grammar's brackets; 30,000 overflowed the stack
 
 _MAX_PENALTY_TOKENS = 1 << 20
 """The engine makes room for all of a penalty's tokens at once (4 bytes each); no context is longer than this."""
@@ -36,6 +41,10 @@ class TokenChooser:
         self, vocab: Pointer, n_vocab: int, sampling: Sampling, history: Sequence[int], *, n_reply: int = 0
     ) -> None:
         self._seed = sampling.seed
+        self._n_vocab = n_vocab
+        self._has_grammar = sampling.grammar is not None
+        if self._has_grammar:
+            self._candidates = np.zeros(n_vocab, [("id", np.int32), ("logit", np.float32), ("p", np.float32)])
         self._chain: Pointer = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         try:
             self._build(vocab, n_vocab, sampling, history, n_reply)
@@ -58,6 +67,7 @@ class TokenChooser:
                 api.llama_sampler_accept(penalties, token)
             self._add(penalties)
         if sampling.grammar is not None:
+            _check_grammar(sampling.grammar)
             grammar = api.llama_sampler_init_grammar(vocab, sampling.grammar.encode(), b"root")
             if not grammar:
                 raise UsageError("the grammar cannot be read: it must be GBNF with a rule named root")
@@ -82,19 +92,49 @@ class TokenChooser:
     def _add(self, sampler: Pointer) -> None:
         api.llama_sampler_chain_add(self._chain, sampler)
 
-    def choose(self, context: Pointer, position: int, index: int) -> int:
-        """The token for ``position``, from the logits at ``index`` of the last decode call; counts it as said."""
+    def choose(self, context: Pointer, position: int, index: int) -> int | None:
+        """The token for ``position``, from the logits at ``index`` of the last decode call; counts it as said. None if
+        the grammar and the logit bias together allow none."""
         if self._is_random:
             if api.llama_sampler_chain_n(self._chain) > self._n_fixed:
                 api.llama_sampler_free(api.llama_sampler_chain_remove(self._chain, self._n_fixed))
             self._add(api.llama_sampler_init_dist(seed_at(self._seed, position)))
+        if self._has_grammar:
+            return self._choose_carefully(context, index)
         return int(api.llama_sampler_sample(self._chain, context, index))
+
+    def _choose_carefully(self, context: Pointer, index: int) -> int | None:
+        """As ``llama_sampler_sample``, but what the grammar does not allow is never counted as said: that ends the
+        process (a C++ exception)."""
+        candidates, logits = self._candidates, api.llama_get_logits_ith(context, index)
+        candidates["id"] = np.arange(self._n_vocab)
+        candidates["logit"] = np.ctypeslib.as_array(logits, (self._n_vocab,))
+        data = candidates.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
+        array = api.llama_token_data_array(data=data, size=self._n_vocab, selected=-1, sorted=False)
+        api.llama_sampler_apply(self._chain, ctypes.byref(array))
+        chosen = array.data[array.selected]
+        if not math.isfinite(chosen.logit):
+            return None
+        api.llama_sampler_accept(self._chain, chosen.id)
+        return int(chosen.id)
 
     def close(self) -> None:
         """Free the chain and all in it."""
         if self._chain:
             api.llama_sampler_free(self._chain)
             self._chain = None
+
+
+def _check_grammar(text: str) -> None:
+    """Refuse what the engine's parser cannot stand: it recurses into brackets, and stops at a zero byte."""
+    if "\0" in text:
+        raise UsageError("the grammar has a zero byte in it")
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    if deepest > _MAX_NESTING:
+        raise UsageError(f"the grammar is nested too deeply: more than {_MAX_NESTING} brackets are open at once")
 
 
 def _has_penalties(sampling: Sampling) -> bool:

@@ -369,15 +369,17 @@ class LlamaScheduler:
             try:
                 self._shared.ensure(sum(n for _, n in part), expected=expected)
             except NoRoomError as error:
-                candidates = [run for run in self._active if not run.is_guest]
-                if not candidates:
-                    raise
+                candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
                 last = max(candidates, key=lambda run: run.number)
-                if len(candidates) == 1:
-                    self._fail(last, error)
-                else:
+                if len(candidates) > 1:
                     self.admission.note_shortage()
                     self._send_back(last)
+                elif last.n_generated:  # what it has written stands
+                    last.end("context")
+                elif last.is_guest:
+                    raise
+                else:
+                    self._fail(last, error)
                 part = [(run, n) for run, n in part if run is not last]
             else:
                 return part

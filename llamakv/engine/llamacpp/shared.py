@@ -79,6 +79,16 @@ class SharedContext:
         """Whether one call may hold tokens of several sequences."""
         return not self.is_recurrent and not self._copies_whole
 
+    @property
+    def moves_whole(self) -> bool:
+        """Whether sequences move to a larger context one by one, so that they share nothing there."""
+        if self._copies_whole:
+            return True
+        longest = max(self._live, key=lambda cells: cells.n_cells, default=None)
+        if self._info.kind is not MemoryKind.HYBRID or longest is None or longest.n_cells == 0:
+            return False
+        return not self.cutter.can_be_cut(self.native, longest.seq_id, longest.n_cells)
+
     def can_share(self, cells: SequenceCells, n_cells: int) -> bool:
         """Whether a branch may begin with the first ``n_cells`` cells of a sequence: all of them or none, or as many as
         leave it all that positions from there on look at."""
