@@ -90,7 +90,7 @@ def fork_session(
             keeps_cells=request.save_as is not None,
             is_random=request.sampling.seed == -1,
         )
-        done = _check_done(request, planner, branches)
+        done = _check_done(request, planner, branches, reporter)
         if sampling.temperature <= 0 and request.n_samples > 1:
             reporter.notice("temperature is 0: all samples of a prompt will be the same")
         scheduler = opened.sequence.scheduler
@@ -205,7 +205,9 @@ def _base(
     return base, reused
 
 
-def _check_done(request: ForkRequest, planner: BranchPlanner, branches: Sequence[Branch]) -> frozenset[int]:
+def _check_done(
+    request: ForkRequest, planner: BranchPlanner, branches: Sequence[Branch], reporter: Reporter
+) -> frozenset[int]:
     """Which branches were answered before, by index.
 
     Raises:
@@ -216,6 +218,8 @@ def _check_done(request: ForkRequest, planner: BranchPlanner, branches: Sequence
         before = request.done.get(str(branch.id))
         if before is None:
             continue
+        if reporter.should_abort():
+            raise InterruptedByUser("interrupted; no prompt was answered")
         now = planner.plan(branch).key
         if before != now:
             raise ConflictError(
@@ -243,7 +247,8 @@ _LINE_BEGINS = b'{"type": "'
 
 
 def read_done(data: bytes, name: str) -> Done:
-    """Make out an earlier output of ``fork``. Errors in it count as not done; so does half a line at its end.
+    """Make out an earlier output of ``fork``. Errors in it count as not done; so do answers that took too long, and half
+    a line at its end.
 
     Raises:
         UsageError: a line is not what ``fork`` writes.
@@ -266,9 +271,9 @@ def _take_line(line: bytes, keys: dict[str, str]) -> bool:
     try:
         values = json.loads(line)
         kind = values["type"]
-        if kind == "answer":
+        if kind == "answer" and values.get("finish_reason") != "timeout":
             keys[str(values["id"])] = str(values["key"])
-        elif kind == "error":
+        elif kind in ("answer", "error"):
             keys.pop(str(values["id"]), None)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
