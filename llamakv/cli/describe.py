@@ -108,6 +108,8 @@ def fork_line(summary: ForkSummary) -> str:
     from llamakv.cli.render import count, rate, seconds
 
     told = [count(summary.n_answers, "answer")]
+    if summary.n_timeouts:
+        told.append(f"{summary.n_timeouts:,} of them timed out")
     if summary.n_errors:
         told.append(count(summary.n_errors, "error"))
     if summary.n_skipped:
@@ -124,6 +126,7 @@ def fork_json(summary: ForkSummary) -> dict[str, Json]:
     """A batch as data."""
     return {
         "answers": summary.n_answers,
+        "timeouts": summary.n_timeouts,
         "errors": summary.n_errors,
         "skipped": summary.n_skipped,
         "reused": summary.reused,

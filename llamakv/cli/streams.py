@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import select
+import stat
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -88,6 +89,14 @@ def is_terminal(stream: TextIO) -> bool:
     """Whether a person is at the other end."""
     try:
         return stream.isatty()
+    except (ValueError, OSError):
+        return False
+
+
+def is_file(stream: TextIO) -> bool:
+    """Whether what is written goes to a regular file."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (ValueError, OSError):
         return False
 

@@ -93,9 +93,11 @@ class ForkProgress:
 class ForkSummary:
     """A batch that has ended. ``reused`` and ``evaluated`` are the prefix's cells: from the file, or read again.
     ``branch_evaluated`` and ``generated`` are all branches' tokens; ``n_cells_peak`` cells were in use at most, the
-    prefix's included. ``decoded_together`` is False where each call held one sequence."""
+    prefix's included. ``n_timeouts`` of the answers took too long. ``decoded_together`` is False where each call held
+    one sequence."""
 
     n_answers: int
+    n_timeouts: int
     n_errors: int
     n_skipped: int
     reused: int
@@ -141,7 +143,7 @@ class Batch:
         self._replaced: set[int] = set()
         self._next = 0
         self._n_total = len(branches)
-        self._n_answers = self._n_errors = 0
+        self._n_answers = self._n_errors = self._n_timeouts = 0
         self._n_skipped = len(done)
         self._n_reused = self._n_evaluated = self._n_generated = 0
         self._most = 0
@@ -244,6 +246,7 @@ class Batch:
             self._n_errors += 1
         else:
             self._n_answers += 1
+            self._n_timeouts += result.finish_reason == "timeout"
         self._finished[index] = result
         self._tell(in_order=not self._request.unordered)
 
@@ -281,6 +284,7 @@ class Batch:
         counts = self._scheduler.counts
         return ForkSummary(
             n_answers=self._n_answers,
+            n_timeouts=self._n_timeouts,
             n_errors=self._n_errors,
             n_skipped=self._n_skipped,
             reused=reused,

@@ -11,7 +11,7 @@ from pathlib import Path
 from llamakv.engine.prompt import ChatTemplate
 from llamakv.errors import (
     AbortedError,
-    ConflictError,
+    ExistsError,
     InterruptedByUser,
     NotFoundError,
     StoreError,
@@ -154,7 +154,11 @@ def _targets(request: ForkRequest, branches: Sequence[Branch], info: SessionInfo
             )
         if str(branch.id) not in request.done:
             is_branch = _is_branch(target.path, info)
-            check_writable(target.path, overwrite=request.overwrite or is_branch)
+            try:
+                check_writable(target.path, overwrite=request.overwrite or is_branch)
+            except ExistsError as error:
+                error.hint = error.hint or "add --force to replace it, or choose another name"
+                raise
         targets[branch.index] = target
     return targets
 
@@ -211,7 +215,7 @@ def _check_done(
     """Which branches were answered before, by index.
 
     Raises:
-        ConflictError: one was answered for another prompt, or with other options.
+        UsageError: one was answered for another prompt, or with other options.
     """
     done = set()
     for branch in branches:
@@ -222,10 +226,10 @@ def _check_done(
             raise InterruptedByUser("interrupted; no prompt was answered")
         now = planner.plan(branch).key
         if before != now:
-            raise ConflictError(
+            raise UsageError(
                 f"{branch.prompt.where}: id {branch.id!r} was answered before for another prompt, session, model or "
                 f"options (key {before}, now {now})",
-                hint="write to another file, or leave out --skip-done",
+                hint="give prompts ids of their own, so that they keep them, or write to another file",
                 expected=before,
                 actual=now,
             )
@@ -247,8 +251,8 @@ _LINE_BEGINS = b'{"type": "'
 
 
 def read_done(data: bytes, name: str) -> Done:
-    """Make out an earlier output of ``fork``. Errors in it count as not done; so do answers that took too long, and half
-    a line at its end.
+    """Make out an earlier output of ``fork``. Errors in it count as not done; so do answers that took too long, and
+    half a line at its end.
 
     Raises:
         UsageError: a line is not what ``fork`` writes.

@@ -160,9 +160,11 @@ def _from_json(where: str, line: str, template: TextTemplate | None) -> tuple[Pr
         found = json.loads(line, object_pairs_hook=lambda pairs: _without_doubles(pairs, where))
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"{where}: not JSON: {what}") from error
+        raise UsageError(f"{where}: not JSON: {what}", hint="JSON lines hold one object on each line") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{where}: expected an object, found {_kind(found)}")
+        raise UsageError(
+            f"{where}: expected an object, found {_kind(found)}", hint="JSON lines hold one object on each line"
+        )
     fields = Fields(found, where)
     texts = {} if template is None else fields.texts(template.names)
     identity = fields.take("id", _identity)
@@ -252,7 +254,7 @@ def take_sampling(fields: Fields) -> SamplingOptions:
         seed=fields.take("seed", lambda value: _whole_in(value, -1, 2**32 - 1)),
         logit_bias=fields.take("logit_bias", _biases),
         grammar=fields.take("grammar", _not_empty),
-        max_tokens=fields.take("max_tokens", lambda value: _whole_in(value, -1, 2**31 - 1)),
+        max_tokens=fields.take("max_tokens", _n_tokens),
         stop=fields.take("stop", _stops),
     )
 
@@ -320,6 +322,13 @@ def _whole_in(value: object, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"must be one of {low} ... {high}, not {value}")
     return value
+
+
+def _n_tokens(value: object) -> int:
+    number = _whole_in(value, -1, 2**31 - 1)
+    if number == 0:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return number
 
 
 def _number_in(value: object, low: float, high: float) -> float:

@@ -158,9 +158,9 @@ def test_json_closes_with_a_document(run: Run, sessions: Path) -> None:
     assert (done["type"], done["schema_version"], done["command"], done["status"]) == ("done", 1, "fork", "partial")
     data = done["data"]
     assert set(data) == {
-        "session", "answers", "errors", "skipped", "reused", "evaluated", "branch_reused", "branch_evaluated",
-        "generated", "parallel", "decoded_together", "cells_peak", "steps", "restore_s", "model_load_s", "elapsed_s",
-        "tokens_per_s", "interrupted",
+        "session", "answers", "timeouts", "errors", "skipped", "reused", "evaluated", "branch_reused",
+        "branch_evaluated", "generated", "parallel", "decoded_together", "cells_peak", "steps", "restore_s",
+        "model_load_s", "elapsed_s", "tokens_per_s", "interrupted",
     }  # fmt: skip
     assert (data["answers"], data["errors"], data["skipped"], data["interrupted"]) == (1, 1, 0, False)
     assert (data["reused"], data["evaluated"]) == (len(read_session("chat.bin").record.tokens) - 1, 0)
@@ -731,7 +731,7 @@ def test_another_prompt_under_the_same_id_is_refused_and_nothing_is_run(run: Run
         ("chat.bin", "one", "two", "-t", "1", "--max-tokens", "4"),
     ):
         ran = run("fork", *arguments, "three", "--skip-done", "out.jsonl")
-        assert (ran.status, ran.out) == (12, "")
+        assert (ran.status, ran.out) == (2, "")
         assert "was answered before for another prompt, session, model or options" in ran.err
     same = run("fork", "chat.bin", "one", "two", "three", *FEW, "--skip-done", "out.jsonl", "--parallel", "1")
     assert [line["id"] for line in same.lines] == [2]

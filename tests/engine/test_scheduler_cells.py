@@ -210,6 +210,7 @@ def test_a_run_begins_only_where_the_windowed_layers_of_the_root_still_have_its_
 def test_a_branch_keeps_its_window_when_the_context_grows_after_the_root_lost_it(windowed: LlamaModel) -> None:
     root, rest = tokens_of(windowed, 200, seed=2), tokens_of(windowed, 5, seed=4)
     scheduler = open_scheduler(windowed, 4)
+    scheduler._n_read_max = 256  # so that the other prompt takes the cells in one call
     first = scheduler.submit(request(tokens_of(windowed, 100, seed=1), 100))
     scheduler.step()
     scheduler.root.extend(root)

@@ -147,7 +147,7 @@ def test_200_prompts_through_4_sequences_find_room_in_scattered_cells(dense: Lla
             used.append(scheduler.counts.n_cells)
             assert scheduler.counts.n_reserved <= 512
     assert scheduler.root.n_ctx == 512
-    assert 0.8 * 512 < np.mean(used) < max(used) <= 512
+    assert 0.75 * 512 < np.mean(used) < max(used) <= 512
     _, expected = run_all(open_scheduler(dense, 1), requests)
     check_all_close([written(run, seen) for run in runs], expected, n_ties_max=10)
 

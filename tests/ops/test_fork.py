@@ -14,7 +14,6 @@ import pytest
 from llamakv.engine.contract import MemoryRequest
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.errors import (
-    ConflictError,
     ExistsError,
     LlamakvError,
     MismatchError,
@@ -736,11 +735,11 @@ def test_an_answer_to_something_else_is_refused_before_anything_is_run(
     else:
         more |= {"model": dense.request(models("M2")), "options": ResumeOptions(recompute=True)}
     told: list[object] = []
-    with pytest.raises(ConflictError) as refused:
+    with pytest.raises(UsageError) as refused:
         dense.fork(chat, *prompts, on_result=told.append, **more)
     assert told == []
     assert "id 1 was answered before for another prompt, session, model or options" in refused.value.message
-    assert (refused.value.fields["expected"], refused.value.exit_status) == (done["1"], 12)
+    assert (refused.value.fields["expected"], refused.value.exit_status) == (done["1"], 2)
 
 
 def test_a_random_seed_does_not_make_an_answer_another(dense: Driver, raw: Path) -> None:

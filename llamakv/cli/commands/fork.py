@@ -171,7 +171,7 @@ def fork(
         )
 
         def on_result(result: BranchResult) -> None:
-            if streams.is_terminal(sys.stdout):
+            if not streams.is_file(sys.stdout):  # a terminal, or a pipe to something that writes to it
                 reporter.pause()
             _tell(output, layout, result)
 
@@ -181,7 +181,7 @@ def fork(
 
         summary = fork_session(request, reporter, on_result=on_result, on_progress=on_progress)
     output.check()
-    _conclude(output, refs.shown(found), summary, skip_done)
+    _conclude(output, refs.shown(found), summary, skip_done, is_lines=layout is None)
 
 
 # ---------------------------------------------------------------- in
@@ -195,6 +195,8 @@ def _prompts(
 
     if texts == ["-"] and file is None:
         texts, file = [], "-"
+    if "-" in texts:
+        raise UsageError("- stands for standard input, and cannot go together with other prompts")
     if texts and file is not None:
         raise UsageError("prompts are given twice: as arguments and with --prompts")
     if file is None and not texts:
@@ -215,16 +217,21 @@ def _naming(root: Path, pattern: str) -> Callable[[Branch], SaveTarget]:
     """Where a branch is kept. An id from a file of prompts never leads to another folder."""
     from llamakv.cli import refs
     from llamakv.ops.fork import SaveTarget
+    from llamakv.ops.templates import TextTemplate
 
     is_path = os.sep in pattern or pattern.endswith(".bin")
+    form = TextTemplate(pattern) if "{" in pattern or "}" in pattern else None
+    unknown = next(iter(sorted(form.names - {"id", "index"})), None) if form is not None else None
+    if unknown is not None:
+        raise UsageError(f"--save-as has no {{{unknown}}}", hint="the names are {id} and {index}")
 
     def target(branch: Branch) -> SaveTarget:
         text = str(branch.id)
         is_long = len(os.fsencode(text)) > _MAX_ID_BYTES
         if os.sep in text or "\0" in text or text in (".", "..") or is_long:
             raise UsageError(f"id {branch.id!r} cannot be a part of a session's name", hint="give it another id")
-        parts = [part.replace("{index}", str(branch.index)) for part in pattern.split("{id}")]
-        found = refs.target(root, text.join(parts))
+        name = pattern if form is None else form.fill({"id": text, "index": str(branch.index)}, "--save-as")
+        found = refs.target(root, name)
         if found.name is None and not is_path:
             raise UsageError(
                 f"id {branch.id!r} makes {str(found.path)!r} a path instead of a session's name",
@@ -309,7 +316,7 @@ def _facts(result: BranchResult) -> dict[str, Json]:
     branch = result.branch
     facts: dict[str, Json] = {"id": branch.id, "index": branch.index}
     if branch.sample is not None:
-        facts["sample"] = branch.sample
+        facts |= {"prompt_id": branch.prompt.id, "sample": branch.sample}
     if result.finish_reason:
         facts |= {
             "text": result.text,
@@ -328,16 +335,14 @@ def _facts(result: BranchResult) -> dict[str, Json]:
     return facts
 
 
-def _conclude(output: Output, shown: str, summary: ForkSummary, skip_done: str | None) -> None:
+def _conclude(output: Output, shown: str, summary: ForkSummary, skip_done: str | None, *, is_lines: bool) -> None:
     ended: InterruptedByUser | None = None
     if summary.interrupted:
         output.interrupts.check_ending()
-        where = skip_done or "answers.jsonl"
-        ended = InterruptedByUser(
-            "interrupted; what was finished is out",
-            hint=f"go on with the same command and --skip-done {where} >> {where}",
-            status=130,
-        )
+        where = skip_done or "FILE"
+        what = "" if skip_done else ", where FILE holds what is out"
+        hint = f"go on with the same command and --skip-done {where} >> {where}{what}" if is_lines else None
+        ended = InterruptedByUser("interrupted; what was finished is out", hint=hint, status=130)
     if not output.json:
         output.note(describe.fork_line(summary))
     data = {"session": shown, **describe.fork_json(summary)}

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from llamakv.cli import config
-from llamakv.cli.commands.values import bias, lora, not_empty, offers, one_of, real, whole
+from llamakv.cli.commands.values import bias, lora, n_tokens, not_empty, offers, one_of, real, whole
 from llamakv.errors import LlamakvError
 
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -169,7 +169,7 @@ class SamplingGroup:
     ] = None  # fmt: skip
     max_tokens: Annotated[
         int | None,
-        _option(SAMPLING, "--max-tokens", metavar="N", parser=whole(-1, 2**31 - 1),
+        _option(SAMPLING, "--max-tokens", metavar="N", parser=n_tokens,
                 help="Longest reply, in tokens; -1 is no limit (default: the session's, else 1024)."),
     ] = None  # fmt: skip
     stop: Annotated[

@@ -46,6 +46,14 @@ def _check_range(value: float, low: float, high: float | None) -> None:
         raise typer.BadParameter(f"{value} is more than {high}")
 
 
+def n_tokens(text: str) -> int:
+    """A number of tokens, or -1 for no limit."""
+    value = whole(-1, 2**31 - 1)(text)
+    if value == 0:
+        raise typer.BadParameter("it must be at least 1, or -1 for no limit")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser that takes only these words."""
 

@@ -19,6 +19,11 @@ _N_EXPECTED = 256
 """Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
 
 
+_N_READ = 64
+"""Tokens read at most in a call in which others write: so many take a CPU little longer for each than 256 do, and what
+is being written does not stand still meanwhile."""
+
+
 class _Stopped(Exception):
     """The abort check stopped a decode call."""
 
@@ -48,7 +53,7 @@ class LlamaScheduler:
         n_parallel: int,
         n_ctx_max: int,
         fills_memory: bool,
-        n_read_max: int = N_UBATCH,
+        n_read_max: int = _N_READ,
     ) -> None:
         self._shared = shared
         self._info = info
