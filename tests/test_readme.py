@@ -180,6 +180,7 @@ def test_a_list_of_questions_is_answered_in_pairs(example) -> None:
     assert lines[2::3] == [""] * 4
 
 
+@pytest.mark.slow
 def test_a_list_of_questions_does_not_read_the_document_again(example) -> None:
     questions = example("question_list", "text.txt", "list.txt", text="The quick brown fox. " * 30, list=QUESTIONS)
     done = questions.again()
@@ -205,6 +206,7 @@ def test_the_best_of_five_answers_is_one_of_them(example) -> None:
     assert votes[done.stdout.removesuffix("\n")] == max(votes.values())
 
 
+@pytest.mark.slow
 def test_the_best_of_five_is_the_same_the_next_time(example) -> None:
     best = example("best_of_n", "Who?", "5")
     done = best.again()

@@ -232,10 +232,13 @@ def mixed(n: int, *, seed: int = 1) -> list[tuple[int, int]]:
 
 Q8_0 = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}
 NO_FLASH = {"flash_attn": False}
+MOST_KINDS = [*KINDS[:-1], pytest.param(KINDS[-1], marks=pytest.mark.slow)]
+"""Every kind of memory; of the two hybrid models one by default."""
+
 CASES = [
-    *((name, {}) for name in KINDS),
+    *((name, {}) for name in KINDS[:-1]),
     ("M", Q8_0),
-    pytest.param(("ME", {}), marks=pytest.mark.slow),
+    *(pytest.param((name, {}), marks=pytest.mark.slow) for name in (KINDS[-1], "ME")),
     *(pytest.param((name, Q8_0), marks=pytest.mark.slow) for name in (*KINDS[1:], "ME")),
     *(pytest.param((name, NO_FLASH), marks=pytest.mark.slow) for name in (*KINDS, "ME")),
 ]
@@ -252,7 +255,7 @@ def case(request: pytest.FixtureRequest, models) -> Iterator[Case]:
         yield make_case(model, mixed(64), **memory)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MOST_KINDS)
 def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model

@@ -16,6 +16,7 @@ from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.errors import AbortedError
 from llamakv.records import Sampling, SectionKind
 from tests.engine.test_scheduler import (
+    MOST_KINDS,
     Case,
     check_all_close,
     cold,
@@ -28,10 +29,10 @@ from tests.engine.test_scheduler import (
     watching,
     written,
 )
-from tests.engine.test_sequence import KINDS, open_restored, tokens_of, write
+from tests.engine.test_sequence import open_restored, tokens_of, write
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MOST_KINDS)
 def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model

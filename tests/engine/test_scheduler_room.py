@@ -21,6 +21,7 @@ from llamakv.engine.llamacpp.state import StateCutter
 from llamakv.errors import EngineError, NoRoomError
 from llamakv.records import Sampling
 from tests.engine.test_scheduler import (
+    MOST_KINDS,
     N_STEPS_MAX,
     Case,
     Written,
@@ -35,12 +36,12 @@ from tests.engine.test_scheduler import (
     watching,
     written,
 )
-from tests.engine.test_sequence import KINDS, tokens_of
+from tests.engine.test_sequence import tokens_of
 
 Cells = list[tuple[int, frozenset[int]]]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MOST_KINDS)
 def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model

@@ -15,6 +15,7 @@ from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.records import MemoryKind, Sampling, StateSection
 from tests.engine.test_scheduler import (
+    MOST_KINDS,
     Case,
     check_all_close,
     check_close,
@@ -29,11 +30,11 @@ from tests.engine.test_scheduler import (
     watching,
     written,
 )
-from tests.engine.test_sequence import KINDS, open_restored, saved, tokens_of
+from tests.engine.test_sequence import open_restored, saved, tokens_of
 from tests.models.vocabulary import N_TOKENS
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MOST_KINDS)
 def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model

@@ -16,6 +16,7 @@ from llamakv.engine.text import join
 from llamakv.errors import UsageError
 from llamakv.records import MemoryKind, Sampling
 from tests.engine.test_scheduler import (
+    MOST_KINDS,
     alone,
     check_close,
     cold,
@@ -28,10 +29,10 @@ from tests.engine.test_scheduler import (
     watching,
     written,
 )
-from tests.engine.test_sequence import KINDS, saved, tokens_of
+from tests.engine.test_sequence import saved, tokens_of
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=MOST_KINDS)
 def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model
