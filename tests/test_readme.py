@@ -153,6 +153,7 @@ def test_every_ticket_gets_a_category(example) -> None:
     assert set(answers_in(done.stdout).values()) <= CATEGORIES
 
 
+@pytest.mark.slow
 def test_a_classification_that_was_interrupted_goes_on(example) -> None:
     tickets = example("classify_tickets", str(TICKETS))
     lines = tickets.first.stdout.encode().splitlines(keepends=True)
@@ -188,6 +189,7 @@ def test_a_list_of_questions_does_not_read_the_document_again(example) -> None:
     assert done.stdout == questions.first.stdout
 
 
+@pytest.mark.slow
 def test_a_question_that_cannot_be_answered_is_told_and_the_others_are_answered(models, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox.")
     (tmp_path / "list.txt").write_text(f"Who?\n{'What? ' * 200}\nWhere?\n")

@@ -609,7 +609,7 @@ def test_an_interruption_says_how_to_go_on(process: Run, questions: Path) -> Non
     assert (done["type"], done["status"], done["data"]["interrupted"]) == ("done", "partial", True)
     assert done["data"]["answers"] == len(lines)
     assert done["errors"][0]["code"] == "interrupted"
-    assert done["errors"][0]["hint"].endswith("--skip-done answers.jsonl >> answers.jsonl")
+    assert done["errors"][0]["hint"].endswith("--skip-done FILE >> FILE, where FILE holds what is out")
 
 
 def test_killed_the_lines_that_are_there_stay_and_the_rest_comes(
@@ -757,6 +757,7 @@ def test_a_session_made_without_an_engine_needs_its_model(run: Run, home: Path) 
     assert "--model-dir" in ran.err
 
 
+@pytest.mark.slow
 def test_an_output_that_another_program_set_not_to_block_gets_every_line(sessions: Path) -> None:
     (sessions / "many.txt").write_text("".join(f"Question {i}?\n" for i in range(700)))
     reader, writer = os.pipe()

@@ -227,6 +227,7 @@ def die_at_each_step(program: Program, name: str) -> set[bool]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_chat_killed_at_each_write_is_the_old_or_the_new_one(program: Program) -> None:
     assert die_at_each_step(program, "chat") == {False, True}
 

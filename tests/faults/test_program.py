@@ -264,6 +264,7 @@ def test_without_a_terminal_nothing_is_coloured_or_redrawn(
         assert {"\x1b", "\r", "\x08"} & set(ran.out + ran.err) == set()
 
 
+@pytest.mark.slow
 def test_odd_paths_work_everywhere_and_are_shown_unmangled(
     process: Callable[..., Ran], home: Path, model_path: Path
 ) -> None:

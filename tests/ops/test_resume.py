@@ -413,7 +413,9 @@ def test_two_chats_that_save_the_same_session_both_keep_their_words(dense: Drive
     assert read_session(sibling).record.lineage.parent_id == read_session(path).record.lineage.session_id
 
 
-@pytest.mark.parametrize("what", ["removed", "spoilt", "cut", "locked", "replaced by another"])
+@pytest.mark.parametrize(
+    "what", ["removed", "spoilt", "cut", pytest.param("locked", marks=pytest.mark.slow), "replaced by another"]
+)
 def test_a_turn_is_kept_whatever_became_of_the_file(
     dense: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

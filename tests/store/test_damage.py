@@ -73,7 +73,7 @@ def test_truncation_of_a_larger_file_is_an_error(path):
     assert outcome(path) is DamagedError
 
 
-@pytest.mark.parametrize("flip", [0xFF, 0x01])
+@pytest.mark.parametrize("flip", [0xFF, pytest.param(0x01, marks=pytest.mark.slow)])
 def test_a_flip_of_every_byte_is_equal_or_an_error(path, flip):
     small_session(path)
     right, data = read_everything(path), path.read_bytes()
