@@ -127,7 +127,7 @@ def test_only_the_answer_reaches_stdout(chat_file: Path, process: Callable[..., 
     plain = process(*REPLY)
     assert plain.out.count("\n") == 1
     assert "resumed" in plain.err
-    loud = run(*REPLY, "-v")
+    loud = process(*REPLY, "-v")
     assert loud.out == plain.out
     assert len(loud.err) > len(plain.err)
     silent = run(*REPLY, "-q")

@@ -1,4 +1,4 @@
-"""What forking costs and gains, as ratios within one run. Each test prints its table (pytest -m perf -s)."""
+"""What forking costs and gains, as ratios within one run. Each test prints its table (pytest -m perf -s -n 0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What resuming costs and saves, as ratios within one run. Each test prints its table (pytest -m perf -s)."""
+"""What resuming costs and saves, as ratios within one run. Each test prints its table (pytest -m perf -s -n 0)."""
 
 from __future__ import annotations
 
