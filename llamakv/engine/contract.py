@@ -66,6 +66,12 @@ class MemoryRequest:
         )
 
 
+def decodes_together(kind: MemoryKind, *, swa_full: bool) -> bool:
+    """Whether sequences of such memory may be decoded in one call. Recurrent parts have been wrong in company
+    (llama.cpp #29002), and windows that keep only themselves lose cells to each other (engine-facts d5, d7)."""
+    return kind is MemoryKind.DENSE or (kind is MemoryKind.WINDOWED and swa_full)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewound:
     """What going back took: the first ``n_kept`` cells are as they were, ``n_evaluated`` tokens were read again."""

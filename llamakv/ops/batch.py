@@ -150,7 +150,7 @@ class Batch:
         self._started_s = time.perf_counter()
 
     def run(self, should_abort: Callable[[], bool]) -> bool:
-        """Run all of it; returns whether it was stopped."""
+        """Run all of it; returns whether it was stopped. What is finished is told, whatever goes wrong."""
         try:
             while self._todo or self._running:
                 self._fill(should_abort)
@@ -161,8 +161,9 @@ class Batch:
         except AbortedError:
             for run, _ in self._running.values():
                 self._scheduler.cancel(run)
-            self._tell(in_order=False)
             return True
+        finally:
+            self._tell(in_order=False)
         return False
 
     # ------------------------------------------------------------ in

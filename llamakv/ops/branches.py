@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from llamakv.engine.contract import RunRequest
-from llamakv.engine.prompt import ChatTemplate, TurnPlan, plan_turn
+from llamakv.engine.prompt import ChatTemplate, plan_turn
 from llamakv.errors import UsageError
 from llamakv.ops.matching import merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.places import Base
 from llamakv.ops.prompts import Prompt, PromptId
-from llamakv.ops.reading import placed, tokenise
+from llamakv.ops.reading import placed, tokenise, with_system
 from llamakv.records import Message, Sampling
 
 
@@ -152,7 +152,7 @@ class BranchPlanner:
         pieces = tokenise(self._model, plan.pieces, at_start=plan.n_keep == 0)
         new = [token for _, piece in pieces for token in piece]
         tokens = (*base.tokens[: plan.n_keep - plan.replace_pending], *new)
-        return tokens, self._placed(wanted, plan, pieces, tokens)
+        return tokens, placed(self._model, wanted, plan, pieces, end=len(tokens))
 
     def _wanted(self, prompt: Prompt) -> tuple[Message, ...]:
         asked, system, messages = prompt.messages, prompt.system, self._base.messages
@@ -161,9 +161,8 @@ class BranchPlanner:
                 raise UsageError("there are two system prompts: in 'messages' and as 'system'")
             system, asked = asked[0][1], asked[1:]
         if system is not None:
-            rest = messages[1:] if messages and messages[0].role == "system" else messages
             first = (Message(role="system", content=system, p0=0, p1=0),) if system.strip() else ()
-            messages = (*first, *rest)
+            messages = with_system(messages, first)
         if asked:
             return (*messages, *(Message(role=role, content=content, p0=0, p1=0) for role, content in asked))
         if prompt.text is not None and prompt.text.strip():
@@ -173,14 +172,3 @@ class BranchPlanner:
         if prompt.text is None:
             raise UsageError("there is nothing to answer: the conversation ends with a reply, and there is no prompt")
         raise UsageError("the message is empty")
-
-    def _placed(
-        self,
-        wanted: tuple[Message, ...],
-        plan: TurnPlan,
-        pieces: Sequence[tuple[int, list[int]]],
-        tokens: Sequence[int],
-    ) -> tuple[Message, ...]:
-        first = next((piece[0] for _, piece in pieces if piece), None)
-        gives_way = plan.replace_pending and first is not None and not self._model.model.is_end(first)
-        return placed(wanted, plan, pieces, end=len(tokens), end_gives_way=gives_way)

@@ -18,7 +18,7 @@ from llamakv.ops.going_back import go_back, put_back
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import reasons_to_recompute
 from llamakv.ops.opening import OpenModel
-from llamakv.ops.reading import chat_of, placed, template_of, tokenise
+from llamakv.ops.reading import chat_of, placed, template_of, tokenise, with_system
 from llamakv.ops.reply import write_reply
 from llamakv.ops.requests import Answer, Opened, Reporter, ResumeOptions, Saved
 from llamakv.records import Chat, Message, Sampling
@@ -293,10 +293,7 @@ class Conversation:
     # ------------------------------------------------------------ inside a turn
 
     def _with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        if self._wanted_system is None:
-            return messages
-        rest = messages[1:] if messages and messages[0].role == "system" else messages
-        return (*self._wanted_system, *rest)
+        return messages if self._wanted_system is None else with_system(messages, self._wanted_system)
 
     def _turn(self, plan: TurnPlan, wanted: tuple[Message, ...], started: float, reporter: Reporter) -> Answer:
         with self._undoing():
@@ -339,8 +336,7 @@ class Conversation:
             on_progress=lambda done, total: reporter.progress("prefill", done, total),
             should_abort=reporter.should_abort,
         )
-        gives_way = plan.replace_pending and not self._model.model.is_end(tokens[0])
-        self._messages = placed(wanted, plan, pieces, end=len(sequence.tokens), end_gives_way=gives_way)
+        self._messages = placed(self._model, wanted, plan, pieces, end=len(sequence.tokens))
         self._wanted_system = None
         return reused
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llamakv.engine.contract import decodes_together
 from llamakv.engine.prompt import ChatTemplate
 from llamakv.errors import (
     AbortedError,
@@ -95,11 +96,8 @@ def fork_session(
             reporter.notice("temperature is 0: all samples of a prompt will be the same")
         scheduler = opened.sequence.scheduler
         if not scheduler.decodes_together and len(branches) > 1:
-            reporter.notice(
-                f"this model's memory ({opened.info.kind}) is not decoded together: one branch at a time"
-                if request.memory.swa != "window"
-                else "window-only memory is not decoded together: one branch at a time"
-            )
+            what = "window-only" if opened.info.kind is MemoryKind.WINDOWED else opened.info.kind
+            reporter.notice(f"{what} memory is not decoded together: one branch at a time")
         keeper = BranchKeeper(
             opened,
             info,
@@ -176,10 +174,8 @@ def _is_branch(path: Path, parent: SessionInfo) -> bool:
 def _n_parallel(request: ForkRequest, record: SessionRecord, n_branches: int) -> int:
     """Branches at the same time: not more than there are, and one where they cannot share calls anyway."""
     swa_full = record.settings.swa_full if request.memory.swa is None else request.memory.swa == "full"
-    alone = record.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID) or (
-        record.kind is MemoryKind.WINDOWED and not swa_full
-    )
-    return 1 if alone else max(1, min(request.n_parallel, n_branches))
+    together = decodes_together(record.kind, swa_full=swa_full)
+    return max(1, min(request.n_parallel, n_branches)) if together else 1
 
 
 def _base(

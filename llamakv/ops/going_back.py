@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from llamakv.engine.contract import AbortCheck, LiveSequence, Rewound
+from llamakv.engine.prefix import n_common
 from llamakv.errors import NotFoundError, StoreError
-from llamakv.ops.keeping import n_common
 from llamakv.ops.requests import Reporter
 from llamakv.records import SectionKind
 from llamakv.store.session_file import SessionInfo, SessionReader

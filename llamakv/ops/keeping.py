@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llamakv import __version__
 from llamakv.engine.contract import LiveSequence, Run, RunRequest, Scheduler
+from llamakv.engine.prefix import n_common
 from llamakv.engine.prompt import template_digest
 from llamakv.engine.text import join
 from llamakv.errors import (
@@ -294,11 +295,6 @@ def _without_whole(sections: tuple[StoredSection, ...]) -> tuple[StoredSection, 
     """Sections that others can follow; none, if they do not begin at the first cell."""
     kept = tuple(section for section in sections if section.kind is not SectionKind.WHOLE)
     return kept if any(section.kind is SectionKind.CELLS for section in kept) else ()
-
-
-def n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two lists begin with alike."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def sections_to_keep(sections: tuple[StoredSection, ...], n_settled: int) -> tuple[StoredSection, ...]:

@@ -58,19 +58,21 @@ def tokenise(opened: OpenModel, pieces: Sequence[Piece], *, at_start: bool) -> l
     return found
 
 
+def with_system(messages: tuple[Message, ...], system: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A conversation with another system prompt (none, where ``system`` is empty)."""
+    rest = messages[1:] if messages and messages[0].role == "system" else messages
+    return (*system, *rest)
+
+
 def placed(
-    wanted: Sequence[Message],
-    plan: TurnPlan,
-    pieces: Sequence[tuple[int, list[int]]],
-    *,
-    end: int,
-    end_gives_way: bool = False,
+    opened: OpenModel, wanted: Sequence[Message], plan: TurnPlan, pieces: Sequence[tuple[int, list[int]]], *, end: int
 ) -> tuple[Message, ...]:
     """The messages with the token ranges they were read at: those a plan keeps as they are keep theirs, the last one
-    ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it.
-
-    ``end_gives_way``: the end token of the reply before was replaced by text of the first piece, which going back to
-    that reply must not leave behind."""
+    ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it. Where the end
+    token of the reply before gave way to other text, that reply ends before it: going back to it must not leave that
+    text behind."""
+    first = next(tokens[0] for _, tokens in pieces if tokens)
+    end_gives_way = plan.replace_pending and not opened.model.is_end(first)
     index = plan.first_new
     messages, position = list(wanted), plan.n_keep - end_gives_way
     if end_gives_way:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from llamakv.engine.prefix import n_common
 from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
-from llamakv.ops.keeping import Keeper, n_common
+from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import INCOMPLETE, OpenModel, resume
 from llamakv.ops.reading import template_of, tokenise

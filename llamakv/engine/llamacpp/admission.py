@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llamakv.engine.contract import ModelInfo
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.engine.prefix import n_common
 from llamakv.engine.room import no_room
 from llamakv.errors import LlamakvError, NoRoomError
 
@@ -124,7 +125,7 @@ class Admission:
     def _n_to_share(self, run: LlamaRun, root: LlamaSequence) -> int:
         """How many of the root's cells a run may begin with. Where memory cannot be shared at any place, these are all
         of them, those of a place that the root remembers, or none."""
-        n = n_common(root.tokens, run.tokens, min(root.n_cells, len(run.tokens) - 1))
+        n = n_common(root.tokens[: root.n_cells], run.tokens[:-1])
         if self._shared.can_share(root.cells, n):
             return n
         if self._shared.is_recurrent:
@@ -159,10 +160,3 @@ class Admission:
                 n = max(n // 2, n_least)
             else:
                 return n
-
-
-def n_common(one: Sequence[int], other: Sequence[int], n_most: int) -> int:
-    """How many of the first ``n_most`` tokens two lists have in common."""
-    if list(one[:n_most]) == list(other[:n_most]):
-        return n_most
-    return next(i for i in range(n_most) if one[i] != other[i])

@@ -13,11 +13,10 @@ from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
-from llamakv.records import MemoryKind, StateSection
+from llamakv.records import StateSection
 
 _N_EXPECTED = 256
 """Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
-
 
 _N_READ = 64
 """Tokens read at most in a call in which others write: so many take a CPU little longer for each than 256 do, and what
@@ -348,7 +347,7 @@ class LlamaScheduler:
 
     def _before(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> memoryview | None:
         """What recurrent memory has to be put back to after a call that was stopped."""
-        if should_abort is None or self._info.kind not in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
+        if should_abort is None or not self._shared.is_recurrent:
             return None
         run = part[0][0]
         assert run.cells is not None
@@ -357,7 +356,7 @@ class LlamaScheduler:
     def _undo(self, part: list[tuple[LlamaRun, int]], before: memoryview | None) -> None:
         for run, _ in part:
             assert run.cells is not None
-            if self._info.kind not in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
+            if not self._shared.is_recurrent:
                 self._shared.undo(run.cells)
             elif run.is_guest:
                 self._shared.go_back_to_tail(run.cells, run.cells.n_cells, before)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from llamakv.engine.contract import ModelInfo
+from llamakv.engine.contract import ModelInfo, decodes_together
 from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
 from llamakv.engine.llamacpp.state import SCRATCH, StateCutter
 from llamakv.errors import NoRoomError
@@ -61,6 +61,7 @@ class SharedContext:
         self._n_ctx_floor = n_ctx_floor
         self.n_cells_max = n_cells_max
         self.cutter = StateCutter(info.kind, n_window=info.n_window, swa_full=swa_full)
+        self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
         self.native = open_context(self._size(n_ctx_min))
         self._free_ids = [seq_id for seq_id in range(n_seq, 0, -1) if seq_id != SCRATCH]
@@ -73,11 +74,6 @@ class SharedContext:
     def is_recurrent(self) -> bool:
         """Whether there is a recurrent part, which is what it is at one place only."""
         return self._info.kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID)
-
-    @property
-    def decodes_together(self) -> bool:
-        """Whether one call may hold tokens of several sequences."""
-        return not self.is_recurrent and not self._copies_whole
 
     @property
     def moves_whole(self) -> bool:
@@ -265,7 +261,8 @@ class SharedContext:
         Raises:
             NoRoomError: memory is short; nothing was changed.
         """
-        self._grow(self._size(min(2 * self.native.n_ctx, self.n_cells_max)))
+        n_wanted = max(2 * self.native.n_ctx, self._n_after_moving())
+        self._grow(self._size(min(n_wanted, self.n_cells_max)))
 
     def _size(self, n_tokens: int) -> int:
         """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""

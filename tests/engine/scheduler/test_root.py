@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,50 +14,23 @@ from llamakv.engine.llamacpp.context import NativeContext
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.records import MemoryKind, Sampling, StateSection
-from tests.engine.test_scheduler import (
-    MOST_KINDS,
+from tests.engine.scheduler.cases import (
     Case,
     check_all_close,
     check_close,
     cold,
     drive,
     is_same,
-    make_case,
     open_scheduler,
     prefilled,
     request,
     run_all,
+    submit_all,
     watching,
     written,
 )
 from tests.engine.test_sequence import open_restored, saved, tokens_of
 from tests.models.vocabulary import N_TOKENS
-
-
-@pytest.fixture(scope="module", params=MOST_KINDS)
-def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
-    with LlamaModel(models(request.param)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def dense(models) -> Iterator[LlamaModel]:
-    with LlamaModel(models("M")) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def branches(model: LlamaModel) -> Case:
-    """Six branches that write 12 tokens each; the suffixes have 5 to 55 tokens."""
-    return make_case(model, [(5 + 10 * i, 12) for i in range(6)])
-
-
-def submit_all(scheduler: LlamaScheduler, case: Case, **own) -> list[LlamaRun]:
-    return [
-        scheduler.submit(RunRequest(tokens=(*case.prefix, *suffix), sampling=sampling, **own))
-        for suffix, sampling in case.branches
-    ]
-
 
 # ---------------------------------------------------------------- the root beside them
 

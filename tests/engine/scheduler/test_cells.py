@@ -16,7 +16,7 @@ from llamakv.engine.llamacpp.context import NativeContext, Rows
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.records import MemoryKind
-from tests.engine.test_scheduler import (
+from tests.engine.scheduler.cases import (
     N_STEPS_MAX,
     check_close,
     cold,
@@ -30,12 +30,6 @@ from tests.engine.test_scheduler import (
 from tests.engine.test_sequence import tokens_of
 
 Cells = list[tuple[int, frozenset[int]]]
-
-
-@pytest.fixture(scope="module")
-def dense(models) -> Iterator[LlamaModel]:
-    with LlamaModel(models("M")) as model:
-        yield model
 
 
 @pytest.fixture(scope="module", params=["M", "MS", "MH", "MH2"])

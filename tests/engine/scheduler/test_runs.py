@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,7 @@ from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.engine.text import join
 from llamakv.errors import UsageError
 from llamakv.records import MemoryKind, Sampling
-from tests.engine.test_scheduler import (
-    MOST_KINDS,
+from tests.engine.scheduler.cases import (
     alone,
     check_close,
     cold,
@@ -30,18 +28,6 @@ from tests.engine.test_scheduler import (
     written,
 )
 from tests.engine.test_sequence import saved, tokens_of
-
-
-@pytest.fixture(scope="module", params=MOST_KINDS)
-def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
-    with LlamaModel(models(request.param)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def dense(models) -> Iterator[LlamaModel]:
-    with LlamaModel(models("M")) as model:
-        yield model
 
 
 def can_share_part(model: LlamaModel) -> bool:

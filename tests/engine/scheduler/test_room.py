@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +20,7 @@ from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.engine.llamacpp.state import StateCutter
 from llamakv.errors import EngineError, NoRoomError
 from llamakv.records import Sampling
-from tests.engine.test_scheduler import (
-    MOST_KINDS,
+from tests.engine.scheduler.cases import (
     N_STEPS_MAX,
     Case,
     Written,
@@ -39,18 +38,6 @@ from tests.engine.test_scheduler import (
 from tests.engine.test_sequence import tokens_of
 
 Cells = list[tuple[int, frozenset[int]]]
-
-
-@pytest.fixture(scope="module", params=MOST_KINDS)
-def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
-    with LlamaModel(models(request.param)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def dense(models) -> Iterator[LlamaModel]:
-    with LlamaModel(models("M")) as model:
-        yield model
 
 
 # ---------------------------------------------------------------- less room than all of them would need

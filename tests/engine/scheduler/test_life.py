@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,51 +10,23 @@ import pytest
 from llamakv.engine.contract import RunRequest
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.context import NativeContext
-from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.errors import AbortedError
 from llamakv.records import Sampling, SectionKind
-from tests.engine.test_scheduler import (
-    MOST_KINDS,
+from tests.engine.scheduler.cases import (
     Case,
     check_all_close,
     cold,
     drive,
-    make_case,
     open_scheduler,
     prefilled,
     request,
     run_all,
+    submit_all,
     watching,
     written,
 )
 from tests.engine.test_sequence import open_restored, tokens_of, write
-
-
-@pytest.fixture(scope="module", params=MOST_KINDS)
-def model(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
-    with LlamaModel(models(request.param)) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def dense(models) -> Iterator[LlamaModel]:
-    with LlamaModel(models("M")) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def branches(model: LlamaModel) -> Case:
-    """Six branches that write 12 tokens each; the suffixes have 5 to 55 tokens."""
-    return make_case(model, [(5 + 10 * i, 12) for i in range(6)])
-
-
-def submit_all(scheduler: LlamaScheduler, case: Case, **own) -> list[LlamaRun]:
-    return [
-        scheduler.submit(RunRequest(tokens=(*case.prefix, *suffix), sampling=sampling, **own))
-        for suffix, sampling in case.branches
-    ]
-
 
 # ---------------------------------------------------------------- cancelled, released, kept
 
