@@ -19,8 +19,9 @@ _N_EXPECTED = 256
 """Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
 
 _N_READ = 64
-"""Tokens read at most in a call in which others write: so many take a CPU little longer for each than 256 do, and what
-is being written does not stand still meanwhile."""
+"""Tokens read at most in a call in which others write, which does not stand still meanwhile. Calls of 64 took as long
+for each token as calls of 256 (one thread: SmolLM2 8.0 and 8.2 ms, Gemma 3 4.9 and 5.4 ms); those of 16 took a fifth
+longer."""
 
 
 class _Stopped(Exception):
