@@ -114,6 +114,7 @@ class Message:
     ``finish`` is, for replies, why they ended: ``stop``, ``length``, ``context``, ``timeout`` or ``interrupted``; None
     otherwise.
     ``is_open`` marks a last user message that the next one continues (a document saved before its questions).
+    ``time_s`` is when it was read or written to its end; None where that was not recorded.
     """
 
     role: str
@@ -122,6 +123,7 @@ class Message:
     p1: int
     finish: str | None = None
     is_open: bool = False
+    time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,8 @@ class Chat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """Where a session comes from and what the user says of it. ``n_saves`` counts its saves and orders them where
-    the clock cannot. ``parent_position`` is the number of the parent's tokens this session began with."""
+    the clock cannot. ``parent_position`` is the number of the parent's tokens this session began with. ``ttl_s`` is how
+    many seconds it may stay unused before it expires; None: for as long as its store allows."""
 
     session_id: str
     parent_id: str | None = None
@@ -146,6 +149,7 @@ class Lineage:
     note: str = ""
     tags: tuple[str, ...] = ()
     pinned: bool = False
+    ttl_s: float | None = None
     created_s: float = 0.0
     updated_s: float = 0.0
     n_saves: int = 0

@@ -27,7 +27,7 @@ ONLY_FOR_TYPES = {"cli": {"store", "engine"}}
 HOMES = {
     "zstandard": ["store.codec"],
     "blake3": ["store.digests"],
-    "fcntl": ["store.files"],
+    "fcntl": ["store.files", "store.locks"],
     "llama_cpp": ["engine.llamacpp"],
     "jinja2": ["engine.prompt"],
     "psutil": ["engine.llamacpp", "ops.opening"],

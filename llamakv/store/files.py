@@ -1,4 +1,4 @@
-"""Durable writes: sync, rename, locks, and the translation of the operating system's errors into ours.
+"""Durable writes: sync, rename and locks.
 
 Nothing else in llamakv opens a store file for writing.
 """
@@ -14,63 +14,21 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llamakv.errors import (
-    ExistsError,
-    LlamakvError,
-    LockedError,
-    NotASessionError,
-    NotFoundError,
-    ReadError,
-    WriteError,
-)
+from llamakv.errors import ExistsError, NotASessionError, NotFoundError
+from llamakv.store.locks import acquire
+from llamakv.store.locks import check_target as check_target
+from llamakv.store.locks import is_at as is_at
+from llamakv.store.locks import lock_of as lock_of
+from llamakv.store.locks import locked as locked
+from llamakv.store.system_errors import reading as reading
+from llamakv.store.system_errors import write_error
+from llamakv.store.system_errors import writing as writing
 
-LOCK_WAIT_S = 5.0  # a save holds the lock for well under a second; longer means somebody is really busy
-_LOCK_POLL_S = 0.02
 _TEMPORARY_PREFIX = ".llamakv-"
 _TEMPORARY_SUFFIX = ".tmp"
+_N_FILES_SPARE = 128  # for everything else
 _MAX_PARTS = 512  # below IOV_MAX (1024 on Linux and macOS)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
-
-
-# ---------------------------------------------------------------- errors
-
-
-def write_error(path: Path, error: OSError, *, n_needed: int | None = None) -> WriteError:
-    """Return the error for a refused write: path, the system's words, and bytes needed and free where known."""
-    text = f"cannot write '{path}': {os.strerror(error.errno) if error.errno else error}"
-    n_free: int | None = None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and n_needed is not None:
-        with contextlib.suppress(OSError):
-            system = os.statvfs(path.parent)
-            n_free = system.f_bavail * system.f_frsize
-            text += f" ({n_needed} more bytes needed, {n_free} free)"
-    return WriteError(text, path=str(path), errno=error.errno, needed_bytes=n_needed, free_bytes=n_free)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn any OSError inside into a WriteError about ``path``."""
-    try:
-        yield
-    except OSError as error:
-        raise write_error(path, error) from error
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn any OSError inside into the error of reading ``path``.
-
-    Raises: NotFoundError, NotASessionError (a folder), ReadError.
-    """
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"no such file: '{path}'", path=str(path)) from error
-    except IsADirectoryError as error:
-        raise NotASessionError(f"not a llamakv session: '{path}' is a folder", path=str(path)) from error
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ReadError(f"cannot read '{path}': {reason}", path=str(path), errno=error.errno) from error
 
 
 # ---------------------------------------------------------------- reading
@@ -90,6 +48,18 @@ def open_for_reading(path: Path) -> int:
             os.close(fd)
     what = "is a folder" if stat.S_ISDIR(mode) else "is not a regular file"
     raise NotASessionError(f"not a llamakv session: '{path}' {what}", path=str(path))
+
+
+def allow_open_files(n: int) -> None:
+    """Let this process hold ``n`` more files open, as far as the system allows it (ulimit -n)."""
+    import resource
+
+    wanted = n + _N_FILES_SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
 
 
 def read_at(fd: int, n_bytes: int, offset: int, path: Path) -> bytes:
@@ -181,11 +151,12 @@ def _publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def replacement(path: Path, *, overwrite: bool) -> Iterator[int]:
+def replacement(path: Path, *, overwrite: bool, sync_parent: bool = True) -> Iterator[int]:
     """Give a descriptor to write a new file with; on leaving it is synced and appears under ``path`` at once.
 
     The file is a temporary in the same folder until then, locked and of mode 0600 from its first moment. On any
-    exception the temporary is removed, ``path`` is as it was, and the exception goes on.
+    exception the temporary is removed, ``path`` is as it was, and the exception goes on. Without ``sync_parent`` the
+    name is durable only after ``sync_folder``.
 
     Raises: ExistsError (``path`` is taken and not ``overwrite``), WriteError.
     """
@@ -201,9 +172,50 @@ def replacement(path: Path, *, overwrite: bool) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        sync_folder(path.parent)
+        if sync_parent:
+            sync_folder(path.parent)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def locked_temporary(folder: Path) -> Iterator[int]:
+    """Give a descriptor of an empty temporary that is locked until it is removed, on leaving. Raises: WriteError."""
+    with writing(folder):
+        path, fd = _create_temporary(folder)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(fd)
+
+
+def live_temporaries(folder: Path) -> list[bytes]:
+    """Return the content of each temporary in ``folder`` whose owner is alive; the others are removed.
+
+    Raises: ReadError.
+    """
+    remove_stale_temporaries(folder)
+    found = []
+    for entry in _entries(folder):
+        if is_temporary(entry.name):
+            with reading(Path(entry.path)), contextlib.suppress(FileNotFoundError), open(entry.path, "rb") as file:
+                found.append(file.read())
+    return found
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def append(fd: int, data: bytes, path: Path) -> None:
+    """Write behind the end of an open file. Raises: WriteError."""
+    write_at(fd, [data], file_length(fd), path)
 
 
 def replace_small_file(path: Path, data: bytes) -> None:
@@ -245,6 +257,14 @@ def check_folder(folder: Path) -> None:
         path, fd = _create_temporary(folder)
         os.unlink(path)
         os.close(fd)
+
+
+def set_time(path: Path, time_ns: int | None = None) -> None:
+    """Set a file's modification time (None: now), which in a store says when a session was last used. Where the
+    system does not allow it nothing happens."""
+    time_ns = time.time_ns() if time_ns is None else time_ns
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -290,6 +310,17 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
     return removed
 
 
+def discard(path: Path) -> int:
+    """Remove a file that nobody refers to; return its length, 0 if it was gone. Raises: WriteError."""
+    with writing(path):
+        try:
+            n_bytes = path.stat().st_size
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+    return n_bytes
+
+
 def remove(path: Path) -> None:
     """Remove a file nobody is writing. Raises: NotFoundError, LockedError, WriteError."""
     try:
@@ -300,100 +331,10 @@ def remove(path: Path) -> None:
         fd = -1  # a link, or unreadable: nobody writes it through this name
     try:
         if fd >= 0:
-            _lock(fd, path, wait_s=0.0)
+            acquire(fd, path, wait_s=0.0)
         with writing(path):
             os.unlink(path)
         sync_folder(path.parent)
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-# ---------------------------------------------------------------- locks
-
-
-def is_at(fd: int, path: Path) -> bool:
-    """Return whether ``path`` names the file that is open as ``fd``; a link to it does not count."""
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    here = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
-def _lock(fd: int, path: Path, *, wait_s: float) -> None:
-    deadline_s = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline_s:
-                raise LockedError(
-                    f"'{path}' is being written by another process (waited {wait_s:g} s)", path=str(path)
-                ) from None
-        except OSError as error:
-            raise write_error(path, error) from error
-        time.sleep(_LOCK_POLL_S)
-
-
-@contextlib.contextmanager
-def locked(path: Path, *, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
-    """Hold the writer's lock of an existing file and give a descriptor that reads and writes it.
-
-    The lock is on the file itself: nothing is left beside it, and it vanishes with its owner. While it is held
-    ``path`` names the locked file. Links are not followed, and a file nobody may write (0444) is refused even to
-    root.
-
-    Raises: NotFoundError, WriteError, LockedError (busy for longer than ``wait_s``).
-    """
-    while True:
-        check_target(path)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"no such file: '{path}'", path=str(path)) from error
-        except OSError as error:
-            raise write_error(path, error) from error
-        try:
-            _lock(fd, path, wait_s=wait_s)
-            if is_at(fd, path):  # else it was replaced while we waited
-                yield fd
-                return
-        finally:
-            os.close(fd)
-
-
-def check_target(path: Path) -> bool:
-    """Refuse what must not be written to; return whether a regular, writable file is there.
-
-    Raises: WriteError (a link, a folder, a pipe or device, a file with mode 0444, a folder that is missing).
-    """
-    refusal: LlamakvError
-    try:
-        mode = os.stat(path, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        if path.parent.is_dir():
-            return False
-        refusal = WriteError(
-            f"cannot write '{path}': there is no folder '{path.parent}'",
-            hint=f"mkdir -p '{path.parent}'",
-            path=str(path),
-        )
-        raise refusal from None
-    except OSError as error:
-        raise write_error(path, error) from error
-    if stat.S_ISLNK(mode):
-        raise WriteError(
-            f"cannot write '{path}': it is a symbolic link",
-            hint=f"name the file it points to: {os.path.realpath(path)}",
-            path=str(path),
-        )
-    if stat.S_ISDIR(mode):
-        raise WriteError(f"cannot write '{path}': it is a folder", path=str(path))
-    if not stat.S_ISREG(mode):
-        raise WriteError(f"cannot write '{path}': it is not a regular file", path=str(path))
-    if not mode & 0o222:
-        raise WriteError(f"cannot write '{path}': it is read-only", hint=f"chmod u+w '{path}'", path=str(path))
-    return True

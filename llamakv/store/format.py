@@ -16,9 +16,9 @@ from llamakv.store import codec
 from llamakv.store.codec import CodecError, Encoding
 from llamakv.store.digests import N_DIGEST_BYTES, digest_bytes
 from llamakv.store.record_json import RecordError, decode_record, encode_record
-from llamakv.store.sections import SectionsError, StoredSection, check_sections
+from llamakv.store.sections import SectionsError, StoredSection, check_partial, check_sections
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"llamakv\0"
 _HEADER_FRAME = 0x184D2A5C  # skippable frame magics; zstd leaves sixteen to applications
 _INDEX_FRAME = 0x184D2A5D
@@ -29,17 +29,17 @@ N_SECTOR = 512
 N_SLOTS_END = 3 * N_SECTOR
 _EMPTY_FRAME = bytes.fromhex("28b52ffd240001000099e9d851")  # so that `file` sees a zstd frame in every session
 N_HEADER = N_SLOTS_END + len(_EMPTY_FRAME)
-_FIRST_SECTOR = (
-    _FRAME_HEAD.pack(_HEADER_FRAME, N_SLOTS_END - _FRAME_HEAD.size) + MAGIC + struct.pack("<I", VERSION)
-).ljust(N_SECTOR, b"\0")
-_N_IDENTIFYING = _FRAME_HEAD.size + len(MAGIC)
+_IDENTIFYING = _FRAME_HEAD.pack(_HEADER_FRAME, N_SLOTS_END - _FRAME_HEAD.size) + MAGIC
+_N_IDENTIFYING = len(_IDENTIFYING)
 
 _COMMIT = struct.Struct("<5Q32s")
 _N_COMMIT = _COMMIT.size + N_DIGEST_BYTES
 _COPY_OFFSETS = (0, N_SECTOR // 2)
 
-_INDEX_HEAD = struct.Struct("<4I")
-_ENTRY = struct.Struct("<BBHI8Q32s")
+_INDEX_HEAD = struct.Struct("<3IHH")
+_PARTIAL = 1  # the one flag
+_ENTRY = struct.Struct("<BBBBI8Q32s")
+_IN_STORE = 1
 
 MAX_INDEX_RAW = 64 << 20  # three million tokens with their text
 MAX_POSITION = 2**31 - 1  # llama.cpp's positions are 32-bit
@@ -51,8 +51,8 @@ MAX_RAW_OVER_STORED = 64  # a claim of more is hostile: writers pad, so that mem
 FREE_RAW = 1 << 20  # ... beyond this much
 
 _KINDS = (SectionKind.CELLS, SectionKind.TAIL, SectionKind.WHOLE)
-_ENCODINGS = (Encoding.RAW, Encoding.ZSTD, Encoding.PLANES)
-_N_FRAMES = {Encoding.RAW: 1, Encoding.ZSTD: 1, Encoding.PLANES: 2}
+ENCODINGS = (Encoding.RAW, Encoding.ZSTD, Encoding.PLANES)
+N_FRAMES = {Encoding.RAW: 1, Encoding.ZSTD: 1, Encoding.PLANES: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,16 @@ class Commit:
 # ---------------------------------------------------------------- header
 
 
+def first_sector(version: int = VERSION) -> bytes:
+    """Return the fixed part of a header, one sector long."""
+    return (_IDENTIFYING + struct.pack("<I", version)).ljust(N_SECTOR, b"\0")
+
+
 def pack_header(commit: Commit) -> bytes:
     """Return the header of a new file whose only generation is ``commit``."""
     slots = [bytes(N_SECTOR), bytes(N_SECTOR)]
     slots[commit.generation % 2] = pack_slot(commit)
-    return _FIRST_SECTOR + slots[0] + slots[1] + _EMPTY_FRAME
+    return first_sector() + slots[0] + slots[1] + _EMPTY_FRAME
 
 
 def slot_offset(generation: int) -> int:
@@ -102,21 +107,15 @@ def parse_header(header: bytes, n_file: int, path: Path) -> Commit:
 
     Raises: NotASessionError, NewerFormatError, DamagedError.
     """
-    if header[:_N_IDENTIFYING] != _FIRST_SECTOR[:_N_IDENTIFYING]:
+    if header[:_N_IDENTIFYING] != _IDENTIFYING:
         what = "is empty" if not header else "is something else or its first bytes are damaged"
         raise NotASessionError(f"not a llamakv session: '{path}' {what}", path=str(path))
     if len(header) < N_HEADER:
         raise damaged(path, f"file ends after {len(header)} bytes, inside the header")
     version = int.from_bytes(header[_N_IDENTIFYING : _N_IDENTIFYING + 4], "little")
     if version > VERSION:
-        raise NewerFormatError(
-            f"'{path}' has format version {version}, this llamakv reads up to {VERSION}",
-            hint="pip install --upgrade llamakv",
-            path=str(path),
-            expected=VERSION,
-            actual=version,
-        )
-    if header[:N_SECTOR] != _FIRST_SECTOR or header[N_SLOTS_END:] != _EMPTY_FRAME:
+        raise newer(path, version)
+    if version < 1 or header[:N_SECTOR] != first_sector(version) or header[N_SLOTS_END:] != _EMPTY_FRAME:
         raise damaged(path, "the fixed part of the header is wrong")
     commits = [
         commit
@@ -175,7 +174,9 @@ def padding(n_raw: int, n_stored: int) -> bytes:
     return _FRAME_HEAD.pack(_PADDING_FRAME, n_content) + bytes(n_content)
 
 
-def pack_index(record: SessionRecord, sections: Sequence[StoredSection]) -> tuple[bytes, int]:
+def pack_index(
+    record: SessionRecord, sections: Sequence[StoredSection], *, is_partial: bool = False
+) -> tuple[bytes, int]:
     """Return the index frame and the raw length of its content.
 
     Raises: WriteError (more text, tokens or sections than the format can hold), ValueError (a token id that is no
@@ -188,7 +189,7 @@ def pack_index(record: SessionRecord, sections: Sequence[StoredSection]) -> tupl
     tokens = _pack_tokens(record.tokens)
     raw = b"".join(
         [
-            _INDEX_HEAD.pack(len(text), len(record.tokens), len(sections), 0),
+            _INDEX_HEAD.pack(len(text), len(record.tokens), len(sections), VERSION, _PARTIAL * is_partial),
             text,
             tokens,
             *map(pack_entry, sections),
@@ -213,10 +214,11 @@ def _pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def pack_entry(section: StoredSection) -> bytes:
     """Return one row of the section table."""
-    first, second = (*section.frames, 0)[:2]
+    first, second = (*section.frames, 0, 0)[:2]
     return _ENTRY.pack(
         _KINDS.index(section.kind),
-        _ENCODINGS.index(section.encoding),
+        ENCODINGS.index(section.encoding),
+        section.in_store,
         0,
         0,
         section.p0,
@@ -245,51 +247,86 @@ def commit_index(frame: bytes, *, generation: int, index_offset: int, n_index_ra
 def parse_index(frame: bytes, commit: Commit, path: Path) -> tuple[SessionRecord, tuple[StoredSection, ...]]:
     """Return record and section table, everything checked that can be without reading a section.
 
-    Raises: DamagedError.
+    Raises: NewerFormatError, DamagedError.
     """
-    if len(frame) != commit.n_index or digest_bytes(frame) != commit.index_digest:
-        raise damaged(path, "the digest of the index is wrong")
-    content = frame[_FRAME_HEAD.size :]
-    if _FRAME_HEAD.unpack_from(frame) != (_INDEX_FRAME, len(content)):
-        raise damaged(path, "the index is not in an index frame")
+    raw = _unpack_index(frame, commit, path)
     try:
-        raw = codec.decompress_index(content, commit.n_index_raw)
-        record, sections = _split_index(raw)
-        check_sections(record.kind, len(record.tokens), sections)
+        record, sections, is_partial = _split_index(raw, path)
+        check = check_partial if is_partial else check_sections
+        check(record.kind, len(record.tokens), sections)
         _check_places(sections, commit)
     except (CodecError, RecordError, SectionsError) as error:
         raise damaged(path, str(error)) from error
     return record, sections
 
 
-def _split_index(raw: bytes) -> tuple[SessionRecord, tuple[StoredSection, ...]]:
+def parse_digests(frame: bytes, commit: Commit, path: Path) -> set[str]:
+    """Return the digests of the objects an index refers to, without decoding its record.
+
+    Raises: NewerFormatError, DamagedError.
+    """
+    raw = _unpack_index(frame, commit, path)
+    try:
+        *_, table_start = _parts(raw, path)
+    except CodecError as error:
+        raise damaged(path, str(error)) from error
+    rows = _ENTRY.iter_unpack(memoryview(raw)[table_start:])
+    return {row[-1].hex() for row in rows if row[2] == _IN_STORE}
+
+
+def _unpack_index(frame: bytes, commit: Commit, path: Path) -> bytes:
+    if len(frame) != commit.n_index or digest_bytes(frame) != commit.index_digest:
+        raise damaged(path, "the digest of the index is wrong")
+    content = frame[_FRAME_HEAD.size :]
+    if _FRAME_HEAD.unpack_from(frame) != (_INDEX_FRAME, len(content)):
+        raise damaged(path, "the index is not in an index frame")
+    try:
+        return codec.decompress_index(content, commit.n_index_raw)
+    except CodecError as error:
+        raise damaged(path, str(error)) from error
+
+
+def _parts(raw: bytes, path: Path) -> tuple[int, bool, int, int]:
+    """The version of an index, whether a part of the state is lost, and where its tokens and its table begin."""
     if len(raw) < _INDEX_HEAD.size:
         raise CodecError("index has no head")
-    n_text, n_tokens, n_sections, reserved = _INDEX_HEAD.unpack_from(raw)
+    n_text, n_tokens, n_sections, version, flags = _INDEX_HEAD.unpack_from(raw)
+    if version > VERSION:
+        raise newer(path, version)
     if n_tokens > MAX_TOKENS or n_sections > MAX_SECTIONS:
         raise CodecError(f"index of {n_tokens} tokens and {n_sections} sections is over the limits")
     tokens_start = _INDEX_HEAD.size + n_text
     table_start = tokens_start + 4 * n_tokens
-    if reserved or table_start + _ENTRY.size * n_sections != len(raw):
+    if version == 1 or flags > (_PARTIAL if version else 0) or table_start + _ENTRY.size * n_sections != len(raw):
         raise CodecError(f"index of {len(raw)} bytes cannot hold what its head says")
-    tokens = struct.unpack_from(f"<{n_tokens}i", raw, tokens_start)
+    return version or 1, flags == _PARTIAL, tokens_start, table_start
+
+
+def _split_index(raw: bytes, path: Path) -> tuple[SessionRecord, tuple[StoredSection, ...], bool]:
+    version, is_partial, tokens_start, table_start = _parts(raw, path)
+    tokens = struct.unpack_from(f"<{(table_start - tokens_start) // 4}i", raw, tokens_start)
     if tokens and min(tokens) < 0:
         raise CodecError("negative token id")
-    record = decode_record(raw[_INDEX_HEAD.size : tokens_start], tokens)
-    table = memoryview(raw)[table_start:]
-    return record, tuple(map(unpack_entry, (table[i : i + _ENTRY.size] for i in range(0, len(table), _ENTRY.size))))
+    record = decode_record(raw[_INDEX_HEAD.size : tokens_start], tokens, version=version)
+    rows = memoryview(raw)[table_start:]
+    table = tuple(map(unpack_entry, (rows[i : i + _ENTRY.size] for i in range(0, len(rows), _ENTRY.size))))
+    if version < 2 and any(section.in_store for section in table):
+        raise CodecError("a section of format 1 cannot be in a store")
+    return record, table, is_partial
 
 
 def unpack_entry(row: bytes | memoryview) -> StoredSection:
     """Return the section a row of the table describes. Raises: CodecError."""
-    kind, encoding, zero_16, zero_32, *numbers, digest = _ENTRY.unpack(row)
-    if kind >= len(_KINDS) or encoding >= len(_ENCODINGS) or zero_16 or zero_32:
-        raise CodecError(f"unknown section kind {kind} or encoding {encoding}")
+    kind, encoding, place, zero, zero_32, *numbers, digest = _ENTRY.unpack(row)
+    if kind >= len(_KINDS) or encoding >= len(ENCODINGS) or place > _IN_STORE or zero or zero_32:
+        raise CodecError(f"unknown section kind {kind}, encoding {encoding} or place {place}")
     p0, p1, p_used, n_raw, n_stored, offset, first, second = numbers
-    frames = (first, second)[: _N_FRAMES[_ENCODINGS[encoding]]]
+    frames = () if place == _IN_STORE else (first, second)[: N_FRAMES[ENCODINGS[encoding]]]
     if max(p0, p1, p_used) > MAX_POSITION or not 0 < n_raw <= MAX_SECTION_RAW or max(offset, n_stored) > MAX_FILE:
         raise CodecError(f"a section of {n_raw} bytes for positions up to {p1} is over the limits")
-    if sum(frames) != first + second or min(frames) < 1 or sum(frames) > n_stored:
+    if place == _IN_STORE and (encoding or offset or first or second):
+        raise CodecError("a section in the store has a place in the file too")
+    if sum(frames) != first + second or min(frames, default=1) < 1 or sum(frames) > n_stored:
         raise CodecError(f"frames of {first} and {second} bytes in a section of {n_stored}")
     if n_raw > largest_raw(n_stored):
         raise CodecError(f"a section claims {n_raw} bytes from {n_stored}")
@@ -302,19 +339,32 @@ def unpack_entry(row: bytes | memoryview) -> StoredSection:
         n_stored=n_stored,
         offset=offset,
         digest=digest.hex(),
-        encoding=_ENCODINGS[encoding],
+        encoding=ENCODINGS[encoding],
         frames=frames,
+        in_store=place == _IN_STORE,
     )
 
 
 def _check_places(sections: Sequence[StoredSection], commit: Commit) -> None:
     end = N_HEADER
-    for section in sorted(sections, key=lambda section: section.offset):
+    in_file = [section for section in sections if not section.in_store]
+    for section in sorted(in_file, key=lambda section: section.offset):
         if section.offset < end:
             raise CodecError(f"a section at {section.offset} overlaps what ends at {end}")
         end = section.offset + section.n_stored
     if end > commit.index_offset:
         raise CodecError(f"sections end at {end}, behind the index at {commit.index_offset}")
+
+
+def newer(path: Path, version: int) -> NewerFormatError:
+    """Return the error for a file of a later version."""
+    return NewerFormatError(
+        f"'{path}' has format version {version}, this llamakv reads up to {VERSION}",
+        hint="pip install --upgrade llamakv",
+        path=str(path),
+        expected=VERSION,
+        actual=version,
+    )
 
 
 def damaged(path: Path, reason: str) -> FormatError:

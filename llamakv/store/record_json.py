@@ -1,7 +1,7 @@
 """A session's record as strict JSON: every key there, none unknown, no non-finite number literals.
 
 The keys are the fields of the dataclasses in ``llamakv.records``, so a change there is a new format version; a test
-compares them with FORMAT.md.
+compares them with FORMAT.md. Keys that came later are absent from earlier versions and have their defaults there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from llamakv.records import SessionRecord
 
 TOKENS_KEY = "tokens"  # stored beside the JSON, packed
+_SINCE_2 = {"Message": {"time_s"}, "Lineage": {"ttl_s"}}
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _MAX_INT = 2**63 - 1
 MAX_MARKS = 1 << 21  # 100,000 messages; keeps what parsing allocates below 100 MB, a hundred times the text otherwise
@@ -58,8 +59,8 @@ def _encode(value: object) -> object:
 # ---------------------------------------------------------------- decoding
 
 
-def decode_record(data: bytes, tokens: tuple[int, ...]) -> SessionRecord:
-    """Return the record made of JSON and ``tokens``. Raises: RecordError."""
+def decode_record(data: bytes, tokens: tuple[int, ...], *, version: int) -> SessionRecord:
+    """Return the record made of JSON of a format version (1 or 2) and ``tokens``. Raises: RecordError."""
     if any(n > MAX_MARKS for n, _ in enumerate(_MARK.finditer(data), 1)):
         raise RecordError(f"record has over {MAX_MARKS} strings and separators")
     try:
@@ -70,7 +71,7 @@ def decode_record(data: bytes, tokens: tuple[int, ...]) -> SessionRecord:
         raise RecordError(f"record is not JSON: {error}") from error
     if not isinstance(values, dict) or TOKENS_KEY in values:
         raise RecordError("record is not an object without tokens")
-    record = _DECODE_RECORD(values | {TOKENS_KEY: []})
+    record = _DECODE_RECORD[version](values | {TOKENS_KEY: []})
     assert isinstance(record, SessionRecord)
     return dataclasses.replace(record, tokens=tokens)
 
@@ -124,25 +125,25 @@ _SIMPLE: dict[object, _Decoder] = {
 }
 
 
-def _decoder(kind: object) -> _Decoder:
+def _decoder(kind: object, version: int) -> _Decoder:
     if kind in _SIMPLE:
         return _SIMPLE[kind]
     arguments = typing.get_args(kind)
     if isinstance(kind, types.UnionType):
         (inner,) = [argument for argument in arguments if argument is not type(None)]
-        decode = _decoder(inner)
+        decode = _decoder(inner, version)
         return lambda value: None if value is None else decode(value)
     if typing.get_origin(kind) is tuple:
-        return _tuple_decoder(arguments)
+        return _tuple_decoder(arguments, version)
     assert isinstance(kind, type)
     if issubclass(kind, enum.Enum):
         return _enum_decoder(kind)
-    return _dataclass_decoder(kind)
+    return _dataclass_decoder(kind, version)
 
 
-def _tuple_decoder(arguments: tuple[object, ...]) -> _Decoder:
+def _tuple_decoder(arguments: tuple[object, ...], version: int) -> _Decoder:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        decode = _decoder(arguments[0])
+        decode = _decoder(arguments[0], version)
 
         def decode_many(value: object) -> object:
             if not isinstance(value, list):
@@ -150,7 +151,7 @@ def _tuple_decoder(arguments: tuple[object, ...]) -> _Decoder:
             return tuple(decode(item) for item in value)
 
         return decode_many
-    decoders = [_decoder(argument) for argument in arguments]
+    decoders = [_decoder(argument, version) for argument in arguments]
 
     def decode_fixed(value: object) -> object:
         if not isinstance(value, list) or len(value) != len(decoders):
@@ -171,9 +172,10 @@ def _enum_decoder(kind: type[enum.Enum]) -> _Decoder:
     return decode
 
 
-def _dataclass_decoder(kind: type) -> _Decoder:
+def _dataclass_decoder(kind: type, version: int) -> _Decoder:
+    later = _SINCE_2.get(kind.__name__, set()) if version < 2 else set()
     hints = typing.get_type_hints(kind)
-    decoders = {name: _decoder(hint) for name, hint in hints.items()}
+    decoders = {name: _decoder(hint, version) for name, hint in hints.items() if name not in later}
 
     def decode(value: object) -> object:
         if not isinstance(value, dict):
@@ -193,4 +195,4 @@ def _dataclass_decoder(kind: type) -> _Decoder:
     return decode
 
 
-_DECODE_RECORD = _decoder(SessionRecord)
+_DECODE_RECORD = {version: _decoder(SessionRecord, version) for version in (1, 2)}

@@ -18,7 +18,9 @@ class StoredSection:
     """One row of the section table: positions as in ``StateSection``, and where and how the bytes are stored.
 
     The section's frames follow each other from ``offset``; ``frames`` are their stored lengths, ``n_stored`` is their
-    sum plus padding. ``digest`` is the BLAKE3 hex digest of the ``n_raw`` raw bytes.
+    sum plus padding. ``digest`` is the BLAKE3 hex digest of the ``n_raw`` raw bytes. A section ``in_store`` is an
+    object of the store the file lies in, ``n_stored`` bytes long, whose own header says how it is stored: ``offset``
+    is 0, ``frames`` is empty and ``encoding`` means nothing.
     """
 
     kind: SectionKind
@@ -31,6 +33,7 @@ class StoredSection:
     digest: str
     encoding: Encoding
     frames: tuple[int, ...]
+    in_store: bool = False
 
     @property
     def is_truncated(self) -> bool:
@@ -53,6 +56,44 @@ def truncate_sections(sections: Iterable[StoredSection], n_cells: int) -> tuple[
         elif section.p0 < n_cells:
             kept.append(replace(section, p_used=min(section.p_used, n_cells)))
     return tuple(kept)
+
+
+def n_cells_held(kind: MemoryKind, sections: Sequence[StoredSection]) -> int:
+    """Return how many leading cells ``sections`` bring back: N - 1 of a session of N tokens that has lost nothing."""
+    wholes = [section.p1 for section in sections if section.kind is SectionKind.WHOLE]
+    if wholes:
+        return max(wholes)
+    n_cells = 0
+    for section in sections:
+        if section.kind is SectionKind.CELLS and section.p0 == n_cells:
+            n_cells = section.p_used
+    if kind in (MemoryKind.DENSE, MemoryKind.WINDOWED):
+        return n_cells
+    reachable = [
+        s.p1 for s in sections if s.kind is SectionKind.TAIL and (kind is MemoryKind.RECURRENT or s.p1 <= n_cells)
+    ]
+    return max(reachable, default=0)
+
+
+def sections_up_to(kind: MemoryKind, sections: Sequence[StoredSection], n_cells: int) -> tuple[StoredSection, ...]:
+    """Return what of ``sections`` a session with the first ``n_cells`` tokens' cells keeps, cut at the last place
+    before which they can be brought back: ``n_cells_held`` of the result says where that is."""
+    kept = truncate_sections(sections, n_cells)
+    held = n_cells_held(kind, kept)
+    return truncate_sections(kept, held) if held < n_cells else kept
+
+
+def check_partial(kind: MemoryKind, n_tokens: int, sections: Sequence[StoredSection]) -> None:
+    """Check that ``sections`` hold the state of the first tokens of a session, perhaps of none: what is left after
+    others were lost.
+
+    Raises: SectionsError.
+    """
+    held = n_cells_held(kind, sections)
+    if held >= n_tokens:
+        raise SectionsError(f"{n_tokens} tokens have {n_tokens - 1} cells, but sections hold {held}")
+    if held or sections:
+        check_sections(kind, held + 1, sections)
 
 
 def check_sections(kind: MemoryKind, n_tokens: int, sections: Sequence[StoredSection]) -> None:

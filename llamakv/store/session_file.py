@@ -1,7 +1,7 @@
 """The session file: everything the layers above need of it."""
 
 from llamakv.store.codec import AUTO, NONE, Compress, CompressOption, Encoding
-from llamakv.store.sections import StoredSection, truncate_sections
+from llamakv.store.sections import StoredSection, n_cells_held, sections_up_to, truncate_sections
 from llamakv.store.session_info import SessionInfo
 from llamakv.store.session_reader import (
     DamagedSection,
@@ -12,6 +12,7 @@ from llamakv.store.session_reader import (
 )
 from llamakv.store.session_writer import (
     OnSection,
+    change_lineage,
     check_writable,
     compact_session,
     create_session,
@@ -30,11 +31,14 @@ __all__ = [
     "SessionReader",
     "StoredSection",
     "VerifyReport",
+    "change_lineage",
     "check_writable",
     "compact_session",
     "create_session",
     "extend_session",
+    "n_cells_held",
     "read_session",
+    "sections_up_to",
     "truncate_sections",
     "verify_session",
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from llamakv.records import SessionRecord
 from llamakv.store import files, format
 from llamakv.store.format import Commit
-from llamakv.store.sections import StoredSection
+from llamakv.store.sections import StoredSection, n_cells_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,8 @@ class SessionInfo:
     """A session as one generation of its file tells it; no section has been read.
 
     ``n_file_bytes`` is the file's length; of these ``n_live_bytes`` belong to this generation and ``n_dead_bytes`` to
-    nothing any more. ``commit`` identifies the generation: a writer checks that it is still the newest.
+    nothing any more; sections in a store are in neither. ``commit`` identifies the generation: a writer checks that it
+    is still the newest. ``n_written`` is how many bytes writing it took, 0 where it was only read.
     """
 
     path: Path
@@ -27,6 +28,7 @@ class SessionInfo:
     n_live_bytes: int
     n_dead_bytes: int
     commit: Commit = field(repr=False)
+    n_written: int = field(default=0, compare=False)
 
     @property
     def n_raw_bytes(self) -> int:
@@ -35,8 +37,18 @@ class SessionInfo:
 
     @property
     def n_stored_bytes(self) -> int:
-        """Bytes of state in the file."""
+        """Bytes of state in the file, or in the store, shared or not."""
         return sum(section.n_stored for section in self.sections)
+
+    @property
+    def n_cells_held(self) -> int:
+        """Leading cells that its sections bring back: one less than its tokens, unless sections were lost."""
+        return n_cells_held(self.record.kind, self.sections)
+
+    @property
+    def in_store(self) -> bool:
+        """Whether its sections are objects of the store it lies in; one without any is as it is written there."""
+        return any(section.in_store for section in self.sections)
 
     @property
     def n_index_bytes(self) -> int:
@@ -58,11 +70,17 @@ def load_info(fd: int, path: Path) -> SessionInfo:
     return make_info(path, record, sections, commit, files.file_length(fd))
 
 
+def load_digests(fd: int, path: Path) -> set[str]:
+    """Read the digests of the objects that an open file refers to. Raises: FormatError, ReadError."""
+    commit = load_commit(fd, path)
+    return format.parse_digests(files.read_at(fd, commit.n_index, commit.index_offset, path), commit, path)
+
+
 def make_info(
     path: Path, record: SessionRecord, sections: tuple[StoredSection, ...], commit: Commit, n_file_bytes: int
 ) -> SessionInfo:
     """Return the info of a parsed index."""
-    n_live = format.N_HEADER + commit.n_index + sum(section.n_stored for section in sections)
+    n_live = format.N_HEADER + commit.n_index + sum(section.n_stored for section in sections if not section.in_store)
     return SessionInfo(
         path=path,
         record=record,

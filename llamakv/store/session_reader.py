@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llamakv.errors import FormatError
+from llamakv.errors import ConflictError, FormatError, LlamakvError
 from llamakv.records import StateSection
-from llamakv.store import codec, files
+from llamakv.store import codec, files, objects
 from llamakv.store.codec import CodecError
 from llamakv.store.format import damaged
+from llamakv.store.objects import Objects, OpenObject
 from llamakv.store.pipeline import map_ahead, n_cores
 from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo, load_info
@@ -59,7 +60,8 @@ def read_session(path: str | os.PathLike[str]) -> SessionInfo:
 
 
 class SessionReader:
-    """A session file held open: its sections stay readable whatever happens to the path meanwhile.
+    """A session file held open: its sections stay readable whatever happens to the path meanwhile; those that are
+    objects of a store, from the first call of ``read`` or ``hold`` on.
 
     A context manager. ``info`` is as of opening. Not to be shared by threads (it uses its own inside).
 
@@ -69,6 +71,8 @@ class SessionReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._executor: ThreadPoolExecutor | None = None
+        self._objects = Objects(self._path.parent)
+        self._held: dict[str, OpenObject] = {}
         self._fd = files.open_for_reading(self._path)
         try:
             self.info = load_info(self._fd, self._path)
@@ -92,6 +96,60 @@ class SessionReader:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        while self._held:
+            os.close(self._held.popitem()[1].fd)
+
+    @property
+    def objects(self) -> Objects:
+        """The objects that sections in the store refer to."""
+        return self._objects
+
+    def hold(self, sections: Sequence[StoredSection]) -> None:
+        """Open the objects of ``sections``: from now on nobody can take them away.
+
+        Raises: ConflictError (the session was saved or removed by somebody else meanwhile, and its objects collected:
+        read it again), DamagedError, NewerFormatError, ReadError.
+        """
+        wanted = {section.digest: section for section in sections if section.in_store}
+        missing = [section for digest, section in wanted.items() if digest not in self._held]
+        files.allow_open_files(len(self._held) + len(missing))
+        for section in missing:
+            try:
+                self._held[section.digest] = self._open(section)
+            except FormatError as error:
+                if self._is_changed():
+                    raise ConflictError(
+                        f"'{self._path}' was saved or removed by somebody else while it was read",
+                        hint="the same command again reads what is there now",
+                        path=str(self._path),
+                    ) from error
+                raise
+
+    def _is_changed(self) -> bool:
+        try:
+            return read_session(self._path).commit != self.info.commit
+        except LlamakvError:
+            return True
+
+    def _open(self, section: StoredSection) -> OpenObject:
+        return objects.open_for(self._path, self._objects, section.digest, section.n_raw)
+
+    def in_file_form(self, section: StoredSection) -> StoredSection:
+        """Return the row of a section as it would be in a file of its own, but for the offset.
+
+        Raises: as ``hold``.
+        """
+        if not section.in_store:
+            return section
+        self.hold([section])
+        found = self._held[section.digest]
+        return replace(
+            section,
+            in_store=False,
+            encoding=found.encoding,
+            frames=found.frames,
+            n_stored=found.n_bytes - objects.N_HEAD,
+        )
 
     def read(self, sections: Sequence[StoredSection]) -> Iterator[StateSection]:
         """Return the given sections of ``info`` (or of ``truncate_sections``) with their bytes, in the order given.
@@ -100,27 +158,36 @@ class SessionReader:
         memory, the one being consumed included. Each section's bytes belong to the caller. Iterate before the reader
         is closed.
 
-        Raises (while iterating): DamagedError before a section that is not what was saved, ReadError.
+        Raises: as ``hold``; while iterating, DamagedError before a section that is not what was saved, ReadError.
         """
         known = {(section.offset, section.digest) for section in self.info.sections}
         if any((section.offset, section.digest) not in known for section in sections):
             raise ValueError("a section is not one of this file's")
+        self.hold(sections)
         if len(sections) == 1 or sum(section.n_raw for section in sections) <= _N_INLINE_RAW:
             return map(self._decode, sections)
         return map_ahead(self._threads(), self._decode, sections, N_AHEAD)
 
     def read_stored(self, section: StoredSection, n_bytes: int) -> Iterator[bytes]:
-        """Yield a section's stored bytes as they are, in pieces of ``n_bytes``, unverified.
+        """Yield a section's stored bytes as they are (``in_file_form``), in pieces of ``n_bytes``, unverified.
 
         Raises: DamagedError (the file has become shorter), ReadError.
         """
-        end = section.offset + section.n_stored
-        for offset in range(section.offset, end, n_bytes):
+        row = self.in_file_form(section)
+        fd, path, start = self._place(section)
+        end = start + row.n_stored
+        for offset in range(start, end, n_bytes):
             n_wanted = min(n_bytes, end - offset)
-            piece = files.read_at(self._fd, n_wanted, offset, self._path)
+            piece = files.read_at(fd, n_wanted, offset, path)
             if len(piece) < n_wanted:
-                raise damaged(self._path, f"file ends at {offset + len(piece)}, inside a section")
+                raise damaged(path, f"file ends at {offset + len(piece)}, inside a section")
             yield piece
+
+    def _place(self, section: StoredSection) -> tuple[int, Path, int]:
+        if section.in_store:
+            found = self._held[section.digest]
+            return found.fd, found.path, objects.N_HEAD
+        return self._fd, self._path, section.offset
 
     def find_damage(self) -> Iterator[DamagedSection | None]:
         """Read and verify each section of ``info``; yield None for one that is sound."""
@@ -133,18 +200,27 @@ class SessionReader:
 
     def _find_damage(self, section: StoredSection) -> DamagedSection | None:
         try:
-            self._decode(section)
+            if section.in_store:
+                found = self._open(section)
+                try:
+                    objects.check_object(found)
+                finally:
+                    os.close(found.fd)
+            else:
+                self._decode(section)
         except FormatError as error:
             return DamagedSection(section=section, reason=error.message)
         return None
 
     def _decode(self, section: StoredSection) -> StateSection:
+        row = self.in_file_form(section)
+        fd, path, start = self._place(section)
         try:
             data = codec.decode(
-                lambda n_bytes, offset: files.read_at(self._fd, n_bytes, offset, self._path),
-                encoding=section.encoding,
-                offset=section.offset,
-                frames=section.frames,
+                lambda n_bytes, offset: files.read_at(fd, n_bytes, offset, path),
+                encoding=row.encoding,
+                offset=start,
+                frames=row.frames,
                 n_raw=section.n_raw,
                 digest=bytes.fromhex(section.digest),
             )

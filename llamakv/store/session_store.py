@@ -1,18 +1,21 @@
-"""A folder of sessions with names, one ``NAME.bin`` each. There is nothing to rebuild: each file describes itself."""
+"""A folder of sessions with names: an index ``NAME.bin`` each, and the sections they share."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import unicodedata
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import FormatError, LlamakvError, NotASessionError, NotFoundError, UsageError
+from llamakv.errors import FormatError, LlamakvError, NotASessionError, NotFoundError, StoreError, UsageError
 from llamakv.store import files
+from llamakv.store.collector import SUFFIX, Collected, collect, digests_of, session_files
 from llamakv.store.session_file import SessionInfo, read_session
+from llamakv.store.store_folder import make_store, read_budget
 
-SUFFIX = ".bin"
 _MAX_NAME_BYTES = 255 - len(SUFFIX)  # NAME_MAX of every file system we know
 _POSITION = re.compile(r"@(turn)?\d+$")
 
@@ -39,7 +42,8 @@ class SessionStore:
         A PATH has a separator, names an existing file, or ends in ``.bin``; anything else is a NAME in the store. A
         position (``@1200``, ``@turn3``) is to be split off before.
 
-        Raises: UsageError (neither a path nor a possible name).
+        Raises: UsageError (neither a path nor a possible name), NewerFormatError and DamagedError (a NAME in a store
+        that this llamakv cannot trust).
         """
         if "\0" in ref or not ref:
             raise UsageError(f"not a session name: {ref!r}", name=ref)
@@ -47,28 +51,30 @@ class SessionStore:
             raise UsageError(f"{ref!r} names a folder or nothing, not a session file", name=ref)
         if _has_separator(ref) or ref.endswith(SUFFIX) or os.path.isfile(ref):
             return Path(ref)
-        return self.root / (check_name(ref) + SUFFIX)
+        path = self.root / (check_name(ref) + SUFFIX)
+        read_budget(self.root)
+        return path
 
     def resolve_for_writing(self, ref: str) -> Path:
-        """As ``resolve``, and creates the store's folder (mode 0700) where ``ref`` is a NAME.
+        """As ``resolve``, and makes the store (its folder with mode 0700) where ``ref`` is a NAME.
 
-        Raises: UsageError, WriteError.
+        Raises: UsageError, WriteError, NewerFormatError, DamagedError.
         """
         path = self.resolve(ref)
         if path.parent == self.root:
-            files.make_private_folder(self.root)
+            make_store(self.root)
         return path
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all session files, damaged ones too, in alphabetical order."""
-        return tuple(sorted(path.name.removesuffix(SUFFIX) for path in _session_paths(self.root)))
+        return tuple(sorted(name for name, _, _ in session_files(self.root)))
 
     def list(self) -> tuple[StoreEntry, ...]:
         """Return all session files, the newest save first, damaged ones at the end.
 
         Reads each header and index. Never raises because of one file; a store that does not exist is empty.
         """
-        entries = [_read_entry(path) for path in _session_paths(self.root)]
+        entries = [_read_entry(path) for _, path, _ in session_files(self.root)]
         return tuple(sorted(entries, key=_age))
 
     def latest(self) -> SessionInfo:
@@ -79,7 +85,8 @@ class SessionStore:
         raise NotFoundError(f"no session in '{self.root}'", path=str(self.root))
 
     def remove(self, *refs: str) -> tuple[Path, ...]:
-        """Remove sessions; all references are checked before the first is removed. Return the paths.
+        """Remove sessions, and the sections that only they refer to; all references are checked before the first is
+        removed. Return the paths.
 
         Damaged sessions can be removed; outside the store a file that is no session at all is refused.
 
@@ -88,13 +95,26 @@ class SessionStore:
         paths = tuple(dict.fromkeys(self.resolve(ref) for ref in refs))
         for path in paths:
             self._check_removable(path)
+        left: set[str] = set()
         for path in paths:
+            if path.parent == self.root:
+                with contextlib.suppress(StoreError, NotFoundError):
+                    left |= digests_of(path)
             files.remove(path)
+        if left:
+            self.collect(left)
         return paths
 
-    def remove_stale_temporaries(self) -> tuple[Path, ...]:
-        """Remove what killed writers left in the store's folder; return the paths."""
-        return tuple(files.remove_stale_temporaries(self.root))
+    def collect(self, candidates: Collection[str] | None = None) -> Collected | None:
+        """Remove sections (of ``candidates``, or of all) that no session refers to. None where that cannot be told,
+        because a session cannot be read: then nothing is removed.
+
+        Raises: WriteError, LockedError.
+        """
+        try:
+            return collect(self.root, candidates)
+        except FormatError:
+            return None
 
     def _check_removable(self, path: Path) -> None:
         if not os.path.lexists(path):
@@ -134,26 +154,6 @@ def check_name(name: str) -> str:
 
 def _has_separator(ref: str) -> bool:
     return os.sep in ref or (os.altsep is not None and os.altsep in ref)
-
-
-def _session_paths(root: Path) -> list[Path]:
-    try:
-        with os.scandir(root) as entries:
-            return [Path(entry.path) for entry in entries if _is_session_name(entry)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        with files.reading(root):
-            raise error
-
-
-def _is_session_name(entry: os.DirEntry[str]) -> bool:
-    if not entry.name.endswith(SUFFIX) or entry.name.startswith("."):
-        return False
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
 
 
 def _read_entry(path: Path) -> StoreEntry:

@@ -1,13 +1,12 @@
-"""Writing session files: new ones appear by rename, existing ones grow and are committed in their header."""
+"""Writing sessions: new files appear by rename; a session file of its own grows and is committed in its header, one of
+a store is a small index that is replaced, with its sections beside it as objects."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from llamakv.errors import (
@@ -19,26 +18,21 @@ from llamakv.errors import (
     UsageError,
     WriteError,
 )
-from llamakv.records import SessionRecord, StateSection
+from llamakv.records import Lineage, SessionRecord, StateSection
 from llamakv.store import codec, files, format
-from llamakv.store.codec import AUTO, CompressOption, EncodedSection
+from llamakv.store.claims import claiming
+from llamakv.store.codec import AUTO, CompressOption
 from llamakv.store.format import Commit
-from llamakv.store.pipeline import map_ahead, n_cores
-from llamakv.store.sections import SectionsError, StoredSection, check_sections
+from llamakv.store.objects import Objects
+from llamakv.store.section_writers import FileWriter, ObjectWriter, add_all
+from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo, load_commit, load_info
 from llamakv.store.session_reader import SessionReader, read_session
+from llamakv.store.store_folder import is_store, read_budget
 
 OnSection = Callable[[StoredSection], None]
 
-N_AHEAD = 2  # three sections in work, each with its raw and its stored bytes: measured 6.5 sections of 6 MiB
-_N_COPY = 1 << 20
 _MIN_DEAD = 1 << 20  # compacting less is not worth the write
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    section: StateSection
-    encoded: EncodedSection
 
 
 # ---------------------------------------------------------------- checks
@@ -87,16 +81,20 @@ def create_session(
     on_section: OnSection | None = None,
     source: SessionReader | None = None,
     keep: Sequence[StoredSection] = (),
+    is_partial: bool = False,
 ) -> SessionInfo:
-    """Write a new session file; it appears under ``path`` complete and durable, or not at all.
+    """Write a new session; it appears under ``path`` complete and durable, or not at all.
 
-    Mode 0600 from the first moment. ``keep`` are sections of ``source`` that are copied as they are, before
-    ``sections``. ``on_section`` is called after each section of ``sections`` has been written. A section is
-    referenced until it is written; two are compressed ahead. Stale temporaries of killed writers in the folder are
-    removed. Whatever fails, an exception of ``sections`` included, a previous file stays byte for byte.
+    In the folder of a store its sections become objects, and those the store has are not written again. Mode 0600 from
+    the first moment. ``keep`` are sections of ``source`` that are taken as they are, before ``sections``.
+    ``on_section`` is called after each section of ``sections`` has been written. A section is referenced until it is
+    written; two are compressed ahead. Stale temporaries of killed writers in the folder are removed. ``is_partial``
+    allows sections that bring back the first cells only. Whatever fails, an exception of ``sections`` included, a
+    previous file stays byte for byte.
 
     Raises: UsageError (no tokens), ExistsError, WriteError, LockedError (the file to be overwritten is being
-    written); ValueError (sections that do not fit the tokens: the caller's bug).
+    written), ConflictError (``source`` was removed meanwhile), DamagedError (a section of ``source``); ValueError
+    (sections that do not fit the tokens: the caller's bug).
     """
     path = Path(path)
     _check_tokens(record)
@@ -107,13 +105,13 @@ def create_session(
     with contextlib.ExitStack() as stack:
         if overwrite and path.exists():
             stack.enter_context(files.locked(path))
+        store = stack.enter_context(_object_writer(path))
         fd = stack.enter_context(files.replacement(path, overwrite=overwrite))
-        writer = _Writer(fd, path, format.N_HEADER)
+        file = FileWriter(fd, path, format.N_HEADER)
+        writer = store or file
         stored = [writer.copy(source, section) for section in keep] if source is not None else []
-        stored += writer.add_all(sections, compress, on_section)
-        commit = writer.finish(record, stored, generation=1)
-        files.write_at(fd, [format.pack_header(commit)], 0, path)
-        return _read_back(fd, path, commit)
+        stored += _told(add_all(writer, sections, compress), on_section)
+        return _finish_new(file, store, fd, path, record, stored, generation=1, is_partial=is_partial)
 
 
 def extend_session(
@@ -124,17 +122,19 @@ def extend_session(
     new: Iterable[StateSection],
     compress: CompressOption = AUTO,
     on_section: OnSection | None = None,
+    is_partial: bool = False,
 ) -> SessionInfo:
     """Save ``record`` as the next generation of ``base``'s file, writing only ``new`` sections and the index.
 
     ``keep`` are sections of ``base``, with ``p_used`` perhaps lowered (``truncate_sections``). Takes the writer's
     lock first; ``new`` is not touched before the file is known to be unchanged. Whatever fails, ``base`` stays the
     session that is read, and what was appended is cut off again where the system allows it. Compacts the file where
-    over half of it (and over 1 MiB) has become dead; failing in that is no error.
+    over half of it (and over 1 MiB) has become dead; failing in that is no error. In a store, where the index is
+    replaced, a session that came there as a file of its own is taken apart.
 
     Raises: UsageError (no tokens), NotFoundError, LockedError, ConflictError (somebody saved since ``base`` was
-    read; nothing is written), FormatError (the file was damaged since), WriteError; ValueError (sections that do not
-    fit: the caller's bug).
+    read; nothing is written), FormatError (the file was damaged since, or sections to keep are gone), WriteError;
+    ValueError (sections that do not fit: the caller's bug).
     """
     _check_tokens(record)
     codec.check_option(compress)
@@ -152,10 +152,31 @@ def extend_session(
                 expected=base.generation,
                 actual=on_disk.generation,
             )
-        info = _append(fd, base, record, keep, new, compress, on_section)
+        if is_store(path.parent):
+            return _replace_index(
+                fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial
+            )
+        info = _append(fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial)
         if info.n_dead_bytes > max(_MIN_DEAD, info.n_file_bytes // 2):
             with contextlib.suppress(LlamakvError):  # the save is done, whatever becomes of this
-                info = _compact(fd, info)
+                info = replace(_compact(fd, info), n_written=info.n_written)
+    return info
+
+
+def change_lineage(path: str | os.PathLike[str], change: Callable[[Lineage], Lineage]) -> SessionInfo:
+    """Change what a session says of itself (name, note, tags, pin, time to live), and nothing else. When it was last
+    used stays as it is, too.
+
+    Raises: NotFoundError, FormatError, LockedError, ConflictError, WriteError.
+    """
+    base = read_session(path)
+    record = replace(base.record, lineage=change(base.record.lineage))
+    if record == base.record:
+        return base
+    is_partial = base.n_cells_held < len(record.tokens) - 1
+    used_ns = os.stat(base.path).st_mtime_ns
+    info = extend_session(base, record, keep=base.sections, new=(), is_partial=is_partial)
+    files.set_time(base.path, used_ns)
     return info
 
 
@@ -183,14 +204,84 @@ def _check_tokens(record: SessionRecord) -> None:
         raise UsageError("nothing to save: a session has at least one token")
 
 
+@contextlib.contextmanager
+def _object_writer(path: Path) -> Iterator[ObjectWriter | None]:
+    """A writer of objects if ``path`` lies in a store; None if its session is a file of its own."""
+    if not is_store(path.parent):
+        yield None
+        return
+    read_budget(path.parent)  # refuses a store of a later version
+    store = Objects(path.parent)
+    with claiming(store) as claim:
+        yield ObjectWriter(store, claim)
+
+
+def _told(stored: Iterator[StoredSection], on_section: OnSection | None) -> Iterator[StoredSection]:
+    for section in stored:
+        if on_section is not None:
+            on_section(section)
+        yield section
+
+
+def _finish_new(
+    file: FileWriter,
+    store: ObjectWriter | None,
+    fd: int,
+    path: Path,
+    record: SessionRecord,
+    stored: Sequence[StoredSection],
+    *,
+    generation: int,
+    is_partial: bool,
+) -> SessionInfo:
+    if store is not None:
+        store.sync()  # objects before what refers to them
+    commit = file.finish(record, stored, generation=generation, is_partial=is_partial)
+    files.write_at(fd, [format.pack_header(commit)], 0, path)
+    n_written = format.N_HEADER + file.n_written + (store.n_written if store is not None else 0)
+    return replace(_read_back(fd, path, commit), n_written=n_written)
+
+
+def _replace_index(
+    locked_fd: int,
+    base: SessionInfo,
+    record: SessionRecord,
+    keep: Sequence[StoredSection],
+    new: Iterable[StateSection],
+    *,
+    compress: CompressOption,
+    on_section: OnSection | None,
+    is_partial: bool,
+) -> SessionInfo:
+    path = base.path
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_object_writer(path))
+        assert store is not None
+        store.keep(path, keep)
+        stored = list(keep)
+        if not all(section.in_store for section in keep):
+            source = stack.enter_context(SessionReader(path))
+            stored = [store.copy(source, section) for section in keep]
+        fd = stack.enter_context(files.replacement(path, overwrite=True))
+        stored += _told(add_all(store, new, compress), on_section)
+        file = FileWriter(fd, path, format.N_HEADER)
+        files.keep_owner(fd, locked_fd)
+        info = _finish_new(file, store, fd, path, record, stored, generation=base.generation + 1, is_partial=is_partial)
+        if not files.is_at(locked_fd, path):  # the lock does not keep anybody from renaming
+            raise ConflictError(f"'{path}' was replaced or removed while it was saved", path=str(path))
+        return info
+
+
 def _append(
     fd: int,
     base: SessionInfo,
     record: SessionRecord,
     keep: Sequence[StoredSection],
     new: Iterable[StateSection],
+    *,
     compress: CompressOption,
     on_section: OnSection | None,
+    is_partial: bool,
 ) -> SessionInfo:
     path, n_before, generation = base.path, base.commit.n_file, base.generation + 1
     slot = format.slot_offset(generation)
@@ -199,14 +290,16 @@ def _append(
         files.cut(fd, n_before, path)  # left by a writer that was killed
     is_slot_written = False
     try:
-        writer = _Writer(fd, path, n_before)
-        stored = [*keep, *writer.add_all(new, compress, on_section)]
-        commit = writer.finish(record, stored, generation=generation)
+        writer = FileWriter(fd, path, n_before)
+        stored = [*keep, *_told(add_all(writer, new, compress), on_section)]
+        commit = writer.finish(record, stored, generation=generation, is_partial=is_partial)
+        if files.read_at(fd, format.N_SECTOR, 0, path) != format.first_sector():
+            files.write_at(fd, [format.first_sector()], 0, path)  # a later version reads what earlier ones wrote
         files.sync(fd, path)  # data before what refers to it
         is_slot_written = True
         files.write_at(fd, [format.pack_slot(commit)], slot, path)
         files.sync(fd, path)
-        return _read_back(fd, path, commit)
+        return replace(_read_back(fd, path, commit), n_written=writer.n_written)
     except BaseException:
         with contextlib.suppress(WriteError):
             if is_slot_written:
@@ -218,18 +311,19 @@ def _append(
 
 def _compact(locked_fd: int, info: SessionInfo) -> SessionInfo:
     path = info.path
+    is_partial = info.n_cells_held < len(info.record.tokens) - 1
     with SessionReader(path) as source, files.replacement(path, overwrite=True) as fd:
         if source.info.commit != info.commit:
             raise _replaced(path)
-        writer = _Writer(fd, path, format.N_HEADER)
+        writer = FileWriter(fd, path, format.N_HEADER)
         stored = [writer.copy(source, section) for section in info.sections]
-        commit = writer.finish(info.record, stored, generation=info.generation + 1)
+        commit = writer.finish(info.record, stored, generation=info.generation + 1, is_partial=is_partial)
         files.write_at(fd, [format.pack_header(commit)], 0, path)
         files.keep_owner(fd, locked_fd)
         compacted = _read_back(fd, path, commit)
         if not files.is_at(locked_fd, path):  # the lock does not keep anybody from renaming
             raise _replaced(path)
-        return compacted
+        return replace(compacted, n_written=compacted.n_file_bytes)
 
 
 def _replaced(path: Path) -> ConflictError:
@@ -241,72 +335,3 @@ def _read_back(fd: int, path: Path, commit: Commit) -> SessionInfo:
     if info.commit != commit:
         raise WriteError(f"cannot write '{path}': what was written does not read back", path=str(path))
     return info
-
-
-class _Writer:
-    """Appends to an open file from an offset on."""
-
-    def __init__(self, fd: int, path: Path, offset: int) -> None:
-        self._fd, self._path, self._offset = fd, path, offset
-
-    def add_all(
-        self, sections: Iterable[StateSection], compress: CompressOption, on_section: OnSection | None
-    ) -> Iterator[StoredSection]:
-        """Compress and write ``sections``, several at a time, in order; yield their rows."""
-        threads = min(n_cores(), N_AHEAD + 1)
-        with ThreadPoolExecutor(threads, thread_name_prefix="llamakv-write") as executor:
-            for item in map_ahead(executor, partial(_encode, compress=compress), sections, N_AHEAD):
-                stored = self._add(item)
-                del item
-                if on_section is not None:
-                    on_section(stored)
-                yield stored
-
-    def _add(self, item: _Encoded) -> StoredSection:
-        section, encoded = item.section, item.encoded
-        lengths = encoded.frame_lengths
-        padding = format.padding(encoded.n_raw, sum(lengths))
-        pieces = [piece for frame in encoded.frames for piece in frame]
-        offset, self._offset = (
-            self._offset,
-            files.write_at(self._fd, [*pieces, padding], self._offset, self._path),
-        )
-        return StoredSection(
-            kind=section.kind,
-            p0=section.p0,
-            p1=section.p1,
-            p_used=section.p_used,
-            n_raw=encoded.n_raw,
-            n_stored=self._offset - offset,
-            offset=offset,
-            digest=encoded.digest.hex(),
-            encoding=encoded.encoding,
-            frames=lengths,
-        )
-
-    def copy(self, source: SessionReader, section: StoredSection) -> StoredSection:
-        """Write a stored section of another file as it is; return its new row."""
-        offset = self._offset
-        for piece in source.read_stored(section, _N_COPY):
-            self._offset = files.write_at(self._fd, [piece], self._offset, self._path)
-        return replace(section, offset=offset)
-
-    def finish(self, record: SessionRecord, stored: Sequence[StoredSection], *, generation: int) -> Commit:
-        """Write the index; return the commit record that makes it count. Raises: ValueError, WriteError."""
-        try:
-            check_sections(record.kind, len(record.tokens), stored)
-        except SectionsError as error:
-            raise ValueError(f"sections do not fit: {error}") from error
-        frame, n_raw = format.pack_index(record, stored)
-        commit = format.commit_index(frame, generation=generation, index_offset=self._offset, n_index_raw=n_raw)
-        format.parse_index(frame, commit, self._path)  # never commit what cannot be read
-        self._offset = files.write_at(self._fd, [frame], self._offset, self._path)
-        return commit
-
-
-def _encode(section: StateSection, compress: CompressOption) -> _Encoded:
-    data = section.data
-    if data.nbytes == 0:
-        raise ValueError(f"{section.kind} section [{section.p0}, {section.p1}) is empty")
-    encoded = codec.encode(data, compress)
-    return _Encoded(replace(section, data=memoryview(b"")), encoded)  # lets go of the raw bytes

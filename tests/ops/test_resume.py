@@ -24,7 +24,7 @@ from llamakv.ops import opening, save
 from llamakv.ops.chat import open_chat
 from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, SamplingOptions, SaveRequest
 from llamakv.records import SectionKind
-from llamakv.store import files
+from llamakv.store import locks
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
 
@@ -431,7 +431,7 @@ def test_a_turn_is_kept_whatever_became_of_the_file(
         elif what == "replaced by another":
             path.unlink()
             dense.save(path, LONG, raw=True)
-        monkeypatch.setattr(files, "LOCK_WAIT_S", 0.1)
+        monkeypatch.setattr(locks, "LOCK_WAIT_S", 0.1)
         with path.open("rb") if what == "locked" else contextlib.nullcontext() as held:
             if held is not None:
                 fcntl.flock(held, fcntl.LOCK_EX)

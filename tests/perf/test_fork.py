@@ -33,7 +33,7 @@ def test_decoding_together_keeps_up_with_a_bare_loop(smollm2_path: Path, flash_a
     )
     for row in rows:
         assert row["decode"] >= 0.9  # a share of the very same steps: other programs slow both down
-        # the ratio is printed, not asserted: its calls take turns, and another program may meet one side only (0.80 seen)
+        # the ratio is printed, not asserted: calls take turns, and another program may meet one side only (0.80 seen)
 
 
 def test_forking_a_thousand_tokens_to_64_sequences(smollm2_path: Path) -> None:

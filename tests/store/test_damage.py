@@ -148,7 +148,7 @@ def split(raw):
 
 def join(values, tokens, table, text=None):
     text = json.dumps(values).encode() if text is None else text
-    return struct.pack("<4I", len(text), len(tokens) // 4, len(table) // 104, 0) + text + tokens + table
+    return struct.pack("<4I", len(text), len(tokens) // 4, len(table) // 104, format.VERSION) + text + tokens + table
 
 
 @pytest.fixture
@@ -299,9 +299,9 @@ def test_a_commit_record_that_cannot_be_is_refused(sealed, changes):
 
 def test_a_newer_version_is_refused_by_name(sealed):
     data = bytearray(sealed.read_bytes())
-    data[16:20] = struct.pack("<I", 2)
+    data[16:20] = struct.pack("<I", 3)
     sealed.write_bytes(data)
-    with pytest.raises(NewerFormatError, match="format version 2, this llamakv reads up to 1"):
+    with pytest.raises(NewerFormatError, match="format version 3, this llamakv reads up to 2"):
         read_session(sealed)
 
 

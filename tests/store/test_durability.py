@@ -15,6 +15,7 @@ import pytest
 
 from llamakv.errors import ConflictError, DamagedError, LlamakvError, LockedError, ReadError, WriteError
 from llamakv.store import files, session_writer
+from llamakv.store.section_writers import FileWriter
 from llamakv.store.session_file import (
     SessionReader,
     check_writable,
@@ -541,7 +542,7 @@ def test_a_file_renamed_onto_the_session_while_it_is_compacted_stays(path, tmp_p
     extend_session(base, make_record(4, n_saves=2), keep=base.sections[:1], new=[cells(2, 3)])
     create_session(tmp_path / "other.bin", make_record(9), [cells(0, 8)])
     other = (tmp_path / "other.bin").read_bytes()
-    copied = session_writer._Writer.copy
+    copied = FileWriter.copy
 
     def copy_then_replace(*arguments):
         row = copied(*arguments)
@@ -549,7 +550,7 @@ def test_a_file_renamed_onto_the_session_while_it_is_compacted_stays(path, tmp_p
             os.rename(tmp_path / "other.bin", path)
         return row
 
-    monkeypatch.setattr(session_writer._Writer, "copy", copy_then_replace)
+    monkeypatch.setattr(FileWriter, "copy", copy_then_replace)
     with pytest.raises(ConflictError, match="replaced while"):
         compact_session(path)
     assert path.read_bytes() == other

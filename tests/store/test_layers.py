@@ -10,7 +10,13 @@ import pytest
 from llamakv import store
 
 FOLDER = Path(store.__file__).parent
-HOMES = {"zstandard": {"codec"}, "blake3": {"digests"}, "fcntl": {"files"}, "mmap": {"digests"}, "numpy": {"planes"}}
+HOMES = {
+    "zstandard": {"codec"},
+    "blake3": {"digests"},
+    "fcntl": {"files", "locks"},
+    "mmap": {"digests"},
+    "numpy": {"planes"},
+}
 
 
 @pytest.mark.parametrize("module", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

@@ -24,7 +24,7 @@ from llamakv.errors import (
     WriteError,
 )
 from llamakv.records import MemoryKind, SectionKind, StateSection
-from llamakv.store import files
+from llamakv.store import files, locks
 from llamakv.store.session_file import (
     AUTO,
     NONE,
@@ -490,9 +490,9 @@ def test_odd_paths_work(tmp_path):
 
 def test_a_busy_file_is_reported_as_locked(path, monkeypatch):
     base = create_session(path, make_record(5), [cells(0, 4)])
-    monkeypatch.setattr(files, "_LOCK_POLL_S", 0.01)
-    real = files._lock
-    monkeypatch.setattr(files, "_lock", lambda fd, at, *, wait_s: real(fd, at, wait_s=min(wait_s, 0.05)))
+    monkeypatch.setattr(locks, "_LOCK_POLL_S", 0.01)
+    real = locks.acquire
+    monkeypatch.setattr(locks, "acquire", lambda fd, at, *, wait_s: real(fd, at, wait_s=min(wait_s, 0.05)))
     before = path.read_bytes()
     with files.locked(path):
         for write in (

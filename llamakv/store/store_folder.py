@@ -1,0 +1,95 @@
+"""The folder of a store: what makes it one, its version and its budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamakv.errors import DamagedError, NewerFormatError, NotFoundError
+from llamakv.store import files
+from llamakv.store.objects import FOLDER
+
+MARKER = ".store"
+VERSION = 1
+_VERSION_KEY = "llamakv_store"
+_MAX_MARKER = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBudget:
+    """What a store may take: ``max_bytes`` on disk, and ``ttl_s`` seconds that a session may stay unused; None is no
+    limit."""
+
+    max_bytes: int | None = None
+    ttl_s: float | None = None
+
+
+def is_store(folder: Path) -> bool:
+    """Return whether sessions saved into ``folder`` share their sections."""
+    return os.path.lexists(folder / MARKER) or os.path.isdir(folder / FOLDER)
+
+
+def make_store(root: Path) -> None:
+    """Make a folder a store (mode 0700 if it is new); one that is there already is left alone.
+
+    Raises: WriteError, NewerFormatError, DamagedError.
+    """
+    if is_store(root):
+        read_budget(root)
+        return
+    files.make_private_folder(root)
+    write_budget(root, StoreBudget())
+
+
+def read_budget(root: Path) -> StoreBudget:
+    """Return a store's budget; no limits where none was ever set.
+
+    Raises: NewerFormatError (the store was made by a later llamakv), DamagedError, ReadError.
+    """
+    path = root / MARKER
+    try:
+        fd = files.open_for_reading(path)
+    except NotFoundError:
+        return StoreBudget()
+    try:
+        data = files.read_at(fd, _MAX_MARKER, 0, path)
+    finally:
+        os.close(fd)
+    try:
+        values = json.loads(data)
+        version = values[_VERSION_KEY]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path) from error
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise _damaged(path)
+    if version > VERSION:
+        raise NewerFormatError(
+            f"the store '{root}' has format version {version}, this llamakv knows up to {VERSION}",
+            hint="pip install --upgrade llamakv",
+            path=str(root),
+            expected=VERSION,
+            actual=version,
+        )
+    max_bytes, ttl_s = values.get("max_bytes"), values.get("ttl_s")
+    if not (max_bytes is None or (type(max_bytes) is int and max_bytes > 0)):
+        raise _damaged(path)
+    if not (ttl_s is None or (type(ttl_s) in (int, float) and math.isfinite(ttl_s) and ttl_s > 0)):
+        raise _damaged(path)
+    return StoreBudget(max_bytes=max_bytes, ttl_s=None if ttl_s is None else float(ttl_s))
+
+
+def write_budget(root: Path, budget: StoreBudget) -> None:
+    """Set a store's budget. Raises: WriteError."""
+    values = {_VERSION_KEY: VERSION, "max_bytes": budget.max_bytes, "ttl_s": budget.ttl_s}
+    files.replace_small_file(root / MARKER, json.dumps(values).encode() + b"\n")
+
+
+def _damaged(path: Path) -> DamagedError:
+    return DamagedError(
+        f"damaged store: '{path}' is not what llamakv writes",
+        hint=f"llamakv repair --store {path.parent} writes it again, without a budget",
+        path=str(path),
+    )
