@@ -114,7 +114,8 @@ class Message:
     ``finish`` is, for replies, why they ended: ``stop``, ``length``, ``context``, ``timeout`` or ``interrupted``; None
     otherwise.
     ``is_open`` marks a last user message that the next one continues (a document saved before its questions).
-    ``time_s`` is when it was read or written to its end; None where that was not recorded.
+    ``time_s`` is when it was read or written to its end, None where that was not recorded; messages are equal whenever
+    they were said.
     """
 
     role: str
@@ -123,7 +124,7 @@ class Message:
     p1: int
     finish: str | None = None
     is_open: bool = False
-    time_s: float | None = None
+    time_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

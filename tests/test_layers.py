@@ -28,6 +28,7 @@ HOMES = {
     "zstandard": ["store.codec"],
     "blake3": ["store.digests"],
     "fcntl": ["store.files", "store.locks"],
+    "sqlite3": ["store.cache_database"],
     "llama_cpp": ["engine.llamacpp"],
     "jinja2": ["engine.prompt"],
     "psutil": ["engine.llamacpp", "ops.opening"],
@@ -89,7 +90,8 @@ def test_a_library_is_imported_in_its_home_only(path: Path) -> None:
 
 def test_commands_that_need_no_engine_do_not_import_it() -> None:
     code = (
-        "import sys, llamakv.cli.app, llamakv.ops.inspect, llamakv.ops.sessions; "
+        "import sys, llamakv.cli.app, llamakv.ops.inspect, llamakv.ops.sessions, llamakv.ops.lineage, "
+        "llamakv.ops.history, llamakv.ops.comparing, llamakv.ops.copying; "
         "print([m for m in ('llama_cpp', 'numpy', 'jinja2', 'prompt_toolkit') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

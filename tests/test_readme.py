@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from llamakv import errors
+from tests.cli.test_help import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -47,7 +48,7 @@ def test_every_command_and_option_the_readme_names_exists(tmp_path: Path) -> Non
 
 
 def commands() -> list[str]:
-    return ["chat", "save", "load", "fork", "inspect", "ls", "rm", "verify", "compact"]
+    return COMMANDS
 
 
 def test_the_exit_statuses_are_those_of_the_errors() -> None:
@@ -265,3 +266,17 @@ def test_the_demo_model_finds_the_best_of_nine(tmp_path: Path) -> None:
     votes = votes_in(done.stderr)
     assert sum(votes.values()) == 9
     assert votes["Paris"] == max(votes.values())
+
+
+def test_the_ways_on_share_their_beginning(models, tmp_path: Path) -> None:
+    script, store = str(ROOT / "examples" / "what_if.sh"), tmp_path / "store"
+    given = {"LLAMAKV_MODEL": str(models("ME")), "LLAMAKV_STORE": str(store)}
+    done = run(["bash", script, "I open a bakery. " * 40, "What if?", "And if not?"], tmp_path, **given)
+    assert done.returncode == 0, done.stderr
+    assert "What if?\n" in done.stdout
+    assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["├──", "what-if-1"], ["└──", "what-if-0"]]
+    assert "pinned" in done.stdout
+    base, way = (json.loads(run([str(PROGRAM), "inspect", name, "--json"], tmp_path, **given).stdout)["data"]
+                 for name in ("what-if", "what-if-0"))  # fmt: skip
+    taken = sum(path.stat().st_size for path in (store / ".objects").rglob("*") if path.is_file())
+    assert taken < base["stored_bytes"] + 2 * (way["stored_bytes"] - base["stored_bytes"]) + 20_000

@@ -11,7 +11,21 @@ from typing import Annotated
 import typer
 
 from llamakv.cli import streams
-from llamakv.cli.commands import chat, fork, inspect, load, save, sessions
+from llamakv.cli.commands import (
+    chat,
+    checks,
+    copying,
+    fork,
+    history,
+    inspect,
+    limits,
+    lineage,
+    listing,
+    load,
+    save,
+    sessions,
+    warm,
+)
 from llamakv.cli.output import Output, exit_status
 from llamakv.cli.signals import ended
 from llamakv.errors import AbortedError, InterruptedByUser, LlamakvError, UsageError, WriteError
@@ -46,13 +60,28 @@ app = typer.Typer(
 )
 app.command("chat")(chat.chat)
 app.command("save")(save.save)
+app.command("warm")(warm.warm)
 app.command("load")(load.load)
 app.command("fork")(fork.fork)
-app.command("inspect")(inspect.inspect)
-app.command("ls")(sessions.ls)
+app.command("inspect", cls=inspect.InspectCommand)(inspect.inspect)
+app.command("ls")(listing.ls)
 app.command("rm")(sessions.rm)
-app.command("verify")(sessions.verify)
+app.command("verify")(checks.verify)
+app.command("repair")(checks.repair)
 app.command("compact")(sessions.compact)
+app.command("budget")(limits.budget)
+app.command("prune")(limits.prune)
+app.command("gc")(limits.gc)
+app.command("log")(history.log)
+app.command("diff")(history.diff)
+app.command("tag")(lineage.tag)
+app.command("note")(lineage.note)
+app.command("pin")(lineage.pin)
+app.command("unpin")(lineage.unpin)
+app.command("mv")(copying.mv)
+app.command("cp")(copying.cp)
+app.command("export")(copying.export)
+app.command("import")(copying.import_)
 
 
 def _show_version(wanted: bool) -> None:

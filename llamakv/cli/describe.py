@@ -188,7 +188,8 @@ def section_json(section: StoredSection) -> dict[str, Json]:
         "raw_bytes": section.n_raw,
         "stored_bytes": section.n_stored,
         "offset": section.offset,
-        "encoding": str(section.encoding),
+        "in_store": section.in_store,
+        "encoding": None if section.in_store else str(section.encoding),
         "digest": section.digest,
     }
 
@@ -204,7 +205,7 @@ def section_row(index: int, section: StoredSection) -> tuple[str, ...]:
         positions,
         size(section.n_raw),
         size(section.n_stored),
-        str(section.encoding),
+        "in the store" if section.in_store else str(section.encoding),
         section.digest[:12],
     )
 

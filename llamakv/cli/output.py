@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -124,10 +124,29 @@ class Output:
         unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
         self._put(json.dumps(value, ensure_ascii=not unicode, allow_nan=False) + "\n")
 
+    def write_bytes(self, pieces: Iterable[bytes]) -> None:
+        """Write bytes to stdout, which is no terminal.
+
+        Raises:
+            PipeClosed, WriteError: as ``write``; what ``pieces`` raises.
+        """
+        with self._writing():
+            sys.stdout.flush()
+        for piece in pieces:
+            with self._writing():
+                sys.stdout.buffer.write(piece)
+        with self._writing():
+            sys.stdout.flush()
+
     def _put(self, text: str) -> None:
-        try:
+        with self._writing():
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except BrokenPipeError as error:
             self.pipe_closed = True
             streams.abandon(sys.stdout)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamakv.errors import ExistsError, NotFoundError
+
+_PLACE = re.compile(r"(.+)@(turn\d{1,18}|\d{1,18})", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,19 @@ def existing(root: Path, ref: str, *, hint: str | None = "llamakv ls") -> Target
     if not _is_there(found.path):
         raise NotFoundError(f"session {shown(found)!r} does not exist", hint=hint, path=str(found.path))
     return found
+
+
+def existing_at(root: Path, ref: str, *, hint: str | None = "llamakv ls") -> tuple[Target, str | None]:
+    """A REF that must be there, and the place in it that the user named: ``plan@turn2``, ``plan@1200``; None where
+    all of it is meant, as it is by the name of a file that ends so.
+
+    Raises:
+        UsageError, NotFoundError: as ``existing``; whether the session has that place is for the op to say.
+    """
+    found = _PLACE.fullmatch(ref)
+    if found is None or os.path.isfile(ref):
+        return existing(root, ref, hint=hint), None
+    return existing(root, found[1], hint=hint), found[2]
 
 
 def target(root: Path, ref: str) -> Target:
@@ -69,6 +86,7 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def shown(found: Target) -> str:
-    """A session as the user would name it."""
-    return found.name or str(found.path)
+def shown(found: Target, at: str | None = None) -> str:
+    """A session, or a place in it, as the user would name it."""
+    name = found.name or str(found.path)
+    return name if at is None else f"{name}@{at}"

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from llamakv.cli import config
 from llamakv.cli.commands.options import (
+    BudgetGroup,
     MemoryGroup,
     ModelGroup,
     SamplingGroup,
 )
-from llamakv.cli.commands.values import split_bias, split_lora
+from llamakv.cli.commands.values import of_variable, size_limit, split_bias, split_lora, time_limit
 from llamakv.cli.output import Output
 from llamakv.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
+    from llamakv.ops.budget import Budget
     from llamakv.ops.requests import Compress, MemoryOptions, ModelRequest, ResumeOptions, SamplingOptions
 
 In = TypeVar("In")
@@ -96,6 +98,28 @@ def _read_grammar(file: str) -> str:
 def compress(memory: MemoryGroup) -> Compress:
     """Whether saved state is compressed."""
     return cast("Compress", memory.compress or "auto")
+
+
+def budget(options: BudgetGroup) -> Budget:
+    """What a command that saves must keep to; the environment fills in what was not given.
+
+    Raises:
+        UsageError: a variable is not a size, or not a time.
+    """
+    from llamakv.ops.budget import Budget
+
+    max_bytes = options.max_bytes if options.max_bytes is not None else max_bytes_variable()
+    return Budget(max_bytes=max_bytes, ttl_s=options.ttl, store_ttl_s=ttl_variable())
+
+
+def max_bytes_variable() -> float | None:
+    """What the environment says a store may take. Raises UsageError."""
+    return of_variable(config.MAX_BYTES_VARIABLE, size_limit)
+
+
+def ttl_variable() -> float | None:
+    """What the environment says how long sessions stay unused. Raises UsageError."""
+    return of_variable(config.TTL_VARIABLE, time_limit)
 
 
 def _each(values: list[In] | None, convert: Callable[[In], Out]) -> tuple[Out, ...] | None:

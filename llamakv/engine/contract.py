@@ -106,6 +106,10 @@ class LiveSequence(Protocol):
     def settle(self) -> None:
         """Declare the present cells saved."""
 
+    @property
+    def n_state_bytes(self) -> int:
+        """Bytes its whole state takes as the engine gives it; nothing is copied."""
+
     def extend(
         self,
         tokens: Sequence[int],

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from llamakv.engine.contract import Run, Scheduler
 from llamakv.errors import AbortedError, ExistsError, LlamakvError
+from llamakv.ops.branch_keeping import BranchKeeper
 from llamakv.ops.branches import Branch, BranchPlanner, PlannedBranch
-from llamakv.ops.keeping import BranchKeeper
+from llamakv.ops.budget import Budget
 from llamakv.ops.prompts import Prompt
 from llamakv.ops.requests import Compress, MemoryOptions, ModelRequest, ResumeOptions, SamplingOptions
 
@@ -52,6 +53,7 @@ class ForkRequest:
     save_as: Callable[[Branch], SaveTarget] | None = None
     overwrite: bool = False
     compress: Compress = "auto"
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -152,7 +153,7 @@ class BranchPlanner:
         pieces = tokenise(self._model, plan.pieces, at_start=plan.n_keep == 0)
         new = [token for _, piece in pieces for token in piece]
         tokens = (*base.tokens[: plan.n_keep - plan.replace_pending], *new)
-        return tokens, placed(self._model, wanted, plan, pieces, end=len(tokens))
+        return tokens, placed(self._model, wanted, plan, pieces, end=len(tokens), time_s=time.time())
 
     def _wanted(self, prompt: Prompt) -> tuple[Message, ...]:
         asked, system, messages = prompt.messages, prompt.system, self._base.messages

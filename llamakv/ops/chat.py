@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamakv.ops.conversation import Conversation, ConversationStats
+from llamakv.ops.going_back import go_to
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
@@ -38,7 +39,7 @@ def open_chat(request: ChatRequest, reporter: Reporter) -> Conversation:
         template = template_of(opened, None, now_s=time.time())
         return Conversation(
             opened,
-            Keeper(opened, None, compress=request.compress),
+            Keeper(opened, None, compress=request.compress, budget=request.budget),
             Opened(record=None, reused=0, evaluated=0, model_load_s=opened.load_s, restore_s=0.0),
             template=template,
             messages=(),
@@ -47,6 +48,7 @@ def open_chat(request: ChatRequest, reporter: Reporter) -> Conversation:
             path=request.save,
             overwrite=request.overwrite,
             name=request.name,
+            reuse_from=request.reuse_from,
         )
     except BaseException:
         opened.close()
@@ -63,11 +65,13 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
     try:
         conversation = conversation_of(
             opened,
-            Keeper(opened, info, compress=request.compress),
+            Keeper(opened, info, compress=request.compress, budget=request.budget),
             back,
             info.record,
             sampling=sampling,
             path=path if request.save is None else request.save,
+            at=request.at,
+            reporter=reporter,
             overwrite=request.overwrite,
             name=request.name,
         )
@@ -87,18 +91,25 @@ def conversation_of(
     *,
     sampling: Sampling,
     path: Path | None,
+    at: str | None,
+    reporter: Reporter,
     overwrite: bool = False,
     name: str | None = None,
 ) -> Conversation:
-    """The conversation of a session that is back in memory."""
+    """The conversation of a session that is back in memory, as it is or as it was ``at`` a place."""
     assert record.chat is not None
+    assert keeper.stored is not None
     template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
+    messages = record.chat.messages
+    if at is not None:
+        base, reused = go_to(opened, keeper.stored, at, template, reused=back.reused, reporter=reporter)
+        messages, back = base.messages, replace(back, reused=reused)
     return Conversation(
         opened,
         keeper,
         back,
         template=template,
-        messages=record.chat.messages,
+        messages=messages,
         wanted_system=None,
         sampling=sampling,
         path=path,

@@ -18,6 +18,7 @@ from llamakv.ops.going_back import go_back, put_back
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import reasons_to_recompute
 from llamakv.ops.opening import OpenModel
+from llamakv.ops.prefixes import begin_with_prefix
 from llamakv.ops.reading import chat_of, placed, template_of, tokenise, with_system
 from llamakv.ops.reply import write_reply
 from llamakv.ops.requests import Answer, Opened, Reporter, ResumeOptions, Saved
@@ -62,6 +63,7 @@ class Conversation:
         path: Path | None,
         overwrite: bool = False,
         name: str | None = None,
+        reuse_from: Path | None = None,
     ) -> None:
         opened.model.check_sampling(sampling)
         self._model = opened
@@ -74,6 +76,7 @@ class Conversation:
         self._path = path
         self._overwrite = overwrite
         self._name = name
+        self._reuse_from = reuse_from
         self._totals = {"reused": back.reused, "evaluated": back.evaluated, "generated": 0}
         self._last_rate = 0.0
 
@@ -330,13 +333,17 @@ class Conversation:
         if plan.n_keep < len(sequence.tokens):
             reused = go_back(self._model.sequence, self._keeper.stored, plan.n_keep, reporter).n_kept
         tokens = [token for _, piece in pieces for token in piece]
-        sequence.extend(
-            tokens,
-            replace_pending=plan.replace_pending,
-            on_progress=lambda done, total: reporter.progress("prefill", done, total),
-            should_abort=reporter.should_abort,
-        )
-        self._messages = placed(self._model, wanted, plan, pieces, end=len(sequence.tokens))
+        if not sequence.tokens:
+            reused = begin_with_prefix(self._model, self._keeper, self._reuse_from, tokens, reporter)
+            tokens = tokens[len(sequence.tokens) :]
+        if tokens:
+            sequence.extend(
+                tokens,
+                replace_pending=plan.replace_pending,
+                on_progress=lambda done, total: reporter.progress("prefill", done, total),
+                should_abort=reporter.should_abort,
+            )
+        self._messages = placed(self._model, wanted, plan, pieces, end=len(sequence.tokens), time_s=time.time())
         self._wanted_system = None
         return reused
 
@@ -356,8 +363,7 @@ class Conversation:
         sequence = self._model.sequence
         p0 = len(sequence.tokens)
         reply = write_reply(sequence, self._sampling, reporter, started=started)
-        said = Message(role="assistant", content=reply.text, p0=p0, p1=len(sequence.tokens), finish=reply.finish_reason)
-        self._messages = (*self._messages, said)
+        self._messages = (*self._messages, reply.message(p0, len(sequence.tokens)))
         sequence.mark()
         self._totals["reused"] += reused
         self._totals["evaluated"] += p0 - reused

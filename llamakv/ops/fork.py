@@ -11,7 +11,6 @@ from pathlib import Path
 from llamakv.engine.contract import decodes_together
 from llamakv.engine.prompt import ChatTemplate
 from llamakv.errors import (
-    AbortedError,
     ExistsError,
     InterruptedByUser,
     NotFoundError,
@@ -27,12 +26,12 @@ from llamakv.ops.batch import (
     ForkSummary,
     SaveTarget,
 )
+from llamakv.ops.branch_keeping import BranchKeeper, is_untouched_branch
 from llamakv.ops.branches import Branch, BranchPlanner, branches_of
-from llamakv.ops.going_back import go_back
-from llamakv.ops.keeping import BranchKeeper, is_untouched_branch
+from llamakv.ops.going_back import go_to
 from llamakv.ops.matching import merge_sampling
 from llamakv.ops.opening import OpenModel, resume
-from llamakv.ops.places import Base, check_place, cut_at, whole
+from llamakv.ops.places import Base, check_place, whole
 from llamakv.ops.reading import template_of
 from llamakv.ops.requests import Reporter
 from llamakv.records import MemoryKind, SessionRecord
@@ -104,6 +103,8 @@ def fork_session(
             compress=request.compress,
             n_stored=reused,
             template=None if template is None else template.source,
+            budget=request.budget,
+            reporter=reporter,
         )
         batch = Batch(request, scheduler, planner, keeper, targets, branches, done, on_result, on_progress)
         interrupted = batch.run(reporter.should_abort)
@@ -189,20 +190,7 @@ def _base(
     """What all branches begin with, in memory; and how many of its cells came from the file."""
     if request.at is None:
         return whole(info.record), reused
-    base = cut_at(info.record, request.at, opened.model, template)
-    if len(base.tokens) < len(info.record.tokens):
-        try:
-            back = go_back(
-                opened.sequence,
-                info if reused else None,
-                len(base.tokens),
-                reporter,
-                should_abort=reporter.should_abort,
-            )
-        except AbortedError as error:
-            raise InterruptedByUser("interrupted while reading the session again; no prompt was answered") from error
-        reused = min(reused, back.n_kept)
-    return base, reused
+    return go_to(opened, info, request.at, template, reused=reused, reporter=reporter)
 
 
 def _check_done(

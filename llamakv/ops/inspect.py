@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamakv.ops.places import info_at
 from llamakv.records import Message
 from llamakv.store.session_file import SessionInfo, read_session
 
@@ -36,13 +37,15 @@ class SessionReport:
         return self.info.record.chat.messages if self.info.record.chat is not None else ()
 
 
-def inspect_session(path: Path) -> SessionReport:
-    """Read the header and the index of a session file: two small reads.
+def inspect_session(path: Path, *, at: str | None = None) -> SessionReport:
+    """Read the header and the index of a session file: two small reads. With ``at`` the session is told as it was at a
+    place in it.
 
     Raises:
         NotFoundError, NotASessionError, NewerFormatError, DamagedError.
+        UsageError: the place is inside a message or raw text.
     """
-    return report_of(read_session(path))
+    return report_of(info_at(read_session(path), at))
 
 
 def report_of(info: SessionInfo) -> SessionReport:
@@ -55,7 +58,7 @@ def report_of(info: SessionInfo) -> SessionReport:
     return SessionReport(
         info=info,
         tokens=len(record.tokens),
-        cells=max((section.p_used for section in info.sections), default=0),
+        cells=info.n_cells_held,
         turns=sum(message.role == "assistant" for message in messages),
         raw_bytes=info.n_raw_bytes,
         stored_bytes=info.n_stored_bytes,

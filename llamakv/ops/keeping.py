@@ -6,15 +6,13 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from llamakv import __version__
-from llamakv.engine.contract import LiveSequence, Run, RunRequest, Scheduler
+from llamakv.engine.contract import LiveSequence
 from llamakv.engine.prefix import n_common
-from llamakv.engine.prompt import template_digest
-from llamakv.engine.text import join
 from llamakv.errors import (
     ConflictError,
     ExistsError,
@@ -25,9 +23,11 @@ from llamakv.errors import (
     StoreError,
     UsageError,
 )
+from llamakv.ops.budget import Budget
+from llamakv.ops.lineage import relabelled, with_labels
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Compress, Reporter, Saved
-from llamakv.records import Chat, Lineage, Message, Sampling, SectionKind, SessionRecord, StateSection
+from llamakv.records import Chat, Lineage, MemoryKind, Sampling, SectionKind, SessionRecord, StateSection
 from llamakv.store import codec as store_codec
 from llamakv.store.session_file import (
     SessionInfo,
@@ -35,11 +35,14 @@ from llamakv.store.session_file import (
     StoredSection,
     create_session,
     extend_session,
-    read_session,
     truncate_sections,
 )
+from llamakv.store.store_folder import is_store
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of the usual file systems
+
+_LEAST_STORED = 0.8
+"""Of the bytes of a state, what is stored of them at least: f16 keys and values take 0.85, all others more."""
 
 _N_TAILS = 3
 """Recurrent tails kept in a file: the present one, and the ends of the two turns before it to go back to."""
@@ -49,12 +52,22 @@ class Keeper:
     """Knows the file a live sequence was last saved to or restored from, and saves the difference.
 
     ``stored`` is the session as it is in that file; sections of it up to the sequence's ``n_settled`` are still true.
+    Where there is none yet, ``prefix`` may be a session whose first cells the sequence began with. ``budget`` is what
+    a store that is saved to must keep to.
     """
 
-    def __init__(self, opened: OpenModel, stored: SessionInfo | None, *, compress: Compress) -> None:
+    def __init__(
+        self, opened: OpenModel, stored: SessionInfo | None, *, compress: Compress, budget: Budget | None = None
+    ) -> None:
         self._opened = opened
+        self._budget = budget or Budget()
         self._stored = stored
+        self._prefix: SessionInfo | None = None
         self._compress = store_codec.Compress(compress)
+
+    def begins_with(self, prefix: SessionInfo) -> None:
+        """The live sequence, not saved yet, was begun with cells of another session: they need not be written again."""
+        self._prefix = prefix
 
     @property
     def stored(self) -> SessionInfo | None:
@@ -84,7 +97,8 @@ class Keeper:
         alone, and the session goes to a new file beside it.
 
         Raises:
-            ConflictError, LockedError, ExistsError, WriteError: nothing is lost; the file is as it was.
+            ConflictError, LockedError, ExistsError, WriteError, NoRoomError (the store's budget): nothing is lost; the
+                file is as it was.
         """
         sequence = self._opened.sequence
         if not sequence.tokens:
@@ -93,7 +107,7 @@ class Keeper:
         record = self._record(chat=chat, text=text, sampling=sampling, name=name, note=note, path=path)
         same_file = self._stored is not None and path == self._stored.path
         asked = None
-        n_before = self._stored.n_file_bytes if self._stored is not None and same_file else 0
+        self.make_room(path, reporter=reporter, overwrite=overwrite)
         try:
             if self._stored is not None and same_file:
                 info = self._extend(self._stored, record, reporter)
@@ -103,25 +117,76 @@ class Keeper:
             if not aside_on_conflict:
                 raise
             info = self._save_aside(path, record, error, reporter)
-            asked, n_before = (None if info.path == path else path), 0
+            asked = None if info.path == path else path
         sequence.settle()
         self._stored = info
-        n_written = info.n_file_bytes - n_before if info.n_file_bytes > n_before else info.n_file_bytes
-        return Saved(info=info, n_written=n_written, elapsed_s=time.perf_counter() - started, asked=asked)
+        self._budget.after_save(info.path.parent, keep=[info.path.stem], reporter=reporter)
+        return Saved(info=info, n_written=info.n_written, elapsed_s=time.perf_counter() - started, asked=asked)
+
+    def make_room(self, path: Path, *, reporter: Reporter, overwrite: bool, n_cells: int | None = None) -> None:
+        """Make sure that the store which ``path`` may be in has room for the session, or for ``n_cells`` of it.
+
+        Raises:
+            NoRoomError: it has not, whatever else is removed; nothing was.
+        """
+        if not is_store(path.parent):
+            return
+        sequence, base = self._opened.sequence, self._stored or self._prefix
+        is_shared = base is not None and base.path.parent == path.parent
+        n_new = (n_cells or sequence.n_cells) - (sequence.n_settled if is_shared else 0)
+        n_bytes = bytes_of_cells(sequence, n_new)
+        replaces = path.stem if overwrite else None
+        self._budget.before_save(path.parent, n_bytes, keep=[path.stem], replaces=replaces, reporter=reporter)
 
     def _create(self, path: Path, record: SessionRecord, reporter: Reporter, *, overwrite: bool) -> SessionInfo:
-        sections = _counted(self._opened.sequence, 0, reporter)
-        return create_session(path, record, sections, compress=self._compress, overwrite=overwrite)
+        """Write a new file: what came from another session's sections is taken from there, as it is."""
+        with contextlib.ExitStack() as stack:
+            source = self._source(stack)
+            if source is None:
+                keep: tuple[StoredSection, ...] = ()
+                new = _counted(self._opened.sequence, 0, reporter)
+            else:
+                keep, new = self._parts(source.info.sections, reporter, is_new=True)
+            return create_session(
+                path, record, new, compress=self._compress, overwrite=overwrite, source=source, keep=keep
+            )
+
+    def _source(self, stack: contextlib.ExitStack) -> SessionReader | None:
+        """The session that the first cells in memory came from, held open; None if there is none, or no longer."""
+        base = self._stored if self._stored is not None else self._prefix
+        if base is not None:
+            with contextlib.suppress(StoreError, NotFoundError):
+                source = stack.enter_context(SessionReader(base.path))
+                if source.info.commit == base.commit:
+                    source.hold(source.info.sections)
+                    return source
+        return None
 
     def _extend(self, base: SessionInfo, record: SessionRecord, reporter: Reporter) -> SessionInfo:
+        keep, new = self._parts(base.sections, reporter, is_new=False)
+        try:
+            return extend_session(base, record, keep=keep, new=new, compress=self._compress)
+        except ConflictError:
+            now = relabelled(base)
+            if now is None:
+                raise
+        lineage = with_labels(record.lineage, before=base.record.lineage, now=now.record.lineage)
+        keep, new = self._parts(now.sections, reporter, is_new=False)
+        return extend_session(now, replace(record, lineage=lineage), keep=keep, new=new, compress=self._compress)
+
+    def _parts(
+        self, stored: tuple[StoredSection, ...], reporter: Reporter, *, is_new: bool
+    ) -> tuple[tuple[StoredSection, ...], Iterator[StateSection]]:
+        """The live state in two parts: stored sections that are still true, and the rest, to be written."""
         sequence = self._opened.sequence
-        keep = sections_to_keep(base.sections, sequence.n_settled)
-        n_cells = sequence.n_cells
+        n_cells, n_kept = sequence.n_cells, sequence.n_settled
+        if is_new and self._opened.info.kind in (MemoryKind.DENSE, MemoryKind.WINDOWED):
+            n_kept = _without_scraps(stored, n_kept)
+        keep = sections_to_keep(stored, n_kept)
         keep = tuple(s for s in keep if s.kind is not SectionKind.WHOLE or s.p1 == n_cells)
         there = {s.kind for s in keep if s.kind is not SectionKind.CELLS and s.p1 == n_cells}
-        sections = _counted(sequence, sequence.n_settled, reporter) if SectionKind.WHOLE not in there else iter(())
-        new = (section for section in sections if section.kind not in there)
-        return extend_session(base, record, keep=keep, new=new, compress=self._compress)
+        sections = _counted(sequence, n_kept, reporter) if SectionKind.WHOLE not in there else iter(())
+        return keep, (section for section in sections if section.kind not in there)
 
     def _save_aside(self, path: Path, record: SessionRecord, error: LlamakvError, reporter: Reporter) -> SessionInfo:
         """Save to a new file, since the one asked for was changed, taken away or spoilt by somebody else."""
@@ -169,7 +234,7 @@ class Keeper:
             versions=opened.model.versions,
             tokens=tuple(opened.sequence.tokens),
             sampling=sampling,
-            lineage=lineage,
+            lineage=self._budget.apply_to(lineage),
             chat=chat,
             n_ctx=opened.sequence.n_ctx,
             text=text,
@@ -188,113 +253,19 @@ class Keeper:
         )
 
 
-class BranchKeeper:
-    """Keeps branches of one session as sessions of their own; what they share with it is copied from its file as it is.
-
-    ``n_stored`` leading cells in memory are what that file holds. The file is only read.
-    """
-
-    def __init__(
-        self, opened: OpenModel, parent: SessionInfo, *, compress: Compress, n_stored: int, template: str | None
-    ) -> None:
-        self._opened = opened
-        self._parent = parent
-        self._compress = store_codec.Compress(compress)
-        self._n_stored = n_stored
-        self._template = template
-
-    def save(
-        self,
-        path: Path,
-        scheduler: Scheduler,
-        run: Run,
-        *,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        name: str | None,
-        overwrite: bool,
-    ) -> SessionInfo:
-        """Write the session of a run that is over and kept its cells; ``messages`` are those it replied to.
-
-        Raises:
-            ExistsError, WriteError, LockedError: nothing was changed.
-        """
-        record = self._record(run, messages, sampling, name)
-        n_shared = min(self._n_stored, run.n_reused)
-        with contextlib.ExitStack() as stack:
-            keep: tuple[StoredSection, ...] = ()
-            source = None
-            with contextlib.suppress(StoreError, NotFoundError):
-                source = stack.enter_context(SessionReader(self._parent.path))
-                if source.info.commit == self._parent.commit:
-                    keep = _without_whole(sections_to_keep(self._parent.sections, n_shared))
-            n_kept = n_shared if keep else 0
-            sections = scheduler.export(run, n_kept)
-            return create_session(
-                path, record, sections, compress=self._compress, overwrite=overwrite, source=source, keep=keep
-            )
-
-    def holds(self, path: Path, request: RunRequest) -> bool:
-        """Whether a file is what an earlier run of the same batch kept of this branch, and nobody went on with it."""
-        try:
-            record = read_session(path).record
-        except (StoreError, NotFoundError):
-            return False
-        return (
-            is_untouched_branch(record, self._parent)
-            and record.tokens[: len(request.tokens)] == request.tokens
-            and record.sampling == request.sampling
-        )
-
-    def _record(self, run: Run, messages: Sequence[Message], sampling: Sampling, name: str | None) -> SessionRecord:
-        opened, parent, now = self._opened, self._parent.record, time.time()
-        tokens = tuple(run.tokens)
-        n_prompt = len(tokens) - run.n_generated
-        chat, text = None, None
-        if self._template is not None:
-            reply = Message(role="assistant", content=run.text, p0=n_prompt, p1=len(tokens), finish=run.finish_reason)
-            chat = Chat(
-                template=self._template,
-                template_digest=template_digest(self._template),
-                messages=(*messages, reply) if run.n_generated else tuple(messages),
-            )
-        else:
-            text = join(opened.model.token_bytes(token) for token in tokens)
-        lineage = Lineage(
-            session_id=uuid.uuid4().hex,
-            parent_id=parent.lineage.session_id,
-            parent_position=n_common(parent.tokens, tokens),
-            tags=parent.lineage.tags,
-            name=name,
-            created_s=now,
-            updated_s=now,
-            n_saves=1,
-            llamakv_version=__version__,
-        )
-        return SessionRecord(
-            identity=opened.identity,
-            kind=opened.info.kind,
-            settings=opened.model.settings,
-            versions=opened.model.versions,
-            tokens=tokens,
-            sampling=sampling,
-            lineage=lineage,
-            chat=chat,
-            n_ctx=opened.sequence.n_ctx,
-            text=text,
-        )
+def bytes_of_cells(sequence: LiveSequence, n_cells: int) -> int:
+    """At least so many bytes ``n_cells`` more cells take on disk, going by those a sequence has; 0 if it has none."""
+    n_each = sequence.n_state_bytes / sequence.n_cells if sequence.n_cells else 0.0
+    return int(_LEAST_STORED * n_each * max(n_cells, 0))
 
 
-def is_untouched_branch(record: SessionRecord, parent: SessionInfo) -> bool:
-    """Whether a session is a branch of another as it was kept at first."""
-    lineage = record.lineage
-    return lineage.parent_id == parent.record.lineage.session_id and lineage.n_saves == 1
-
-
-def _without_whole(sections: tuple[StoredSection, ...]) -> tuple[StoredSection, ...]:
-    """Sections that others can follow; none, if they do not begin at the first cell."""
-    kept = tuple(section for section in sections if section.kind is not SectionKind.WHOLE)
-    return kept if any(section.kind is SectionKind.CELLS for section in kept) else ()
+def _without_scraps(stored: tuple[StoredSection, ...], n_cells: int) -> int:
+    """Where what is taken from another session should end, of its first ``n_cells`` cells: a section of which less than
+    half is wanted would keep the rest of it alive."""
+    for section in stored:
+        if section.kind is SectionKind.CELLS and section.p0 < n_cells < section.p1:
+            return n_cells if 2 * (n_cells - section.p0) >= section.p1 - section.p0 else section.p0
+    return n_cells
 
 
 def sections_to_keep(sections: tuple[StoredSection, ...], n_settled: int) -> tuple[StoredSection, ...]:

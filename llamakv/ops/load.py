@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, UsageError
-from llamakv.ops.chat import Conversation, conversation_of
+from llamakv.ops.chat import Conversation, conversation_of, open_chat
+from llamakv.ops.going_back import go_to
 from llamakv.ops.keeping import Keeper
-from llamakv.ops.matching import merge_sampling
+from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.prefixes import begin_with_prefix
 from llamakv.ops.reply import write_reply
-from llamakv.ops.requests import Answer, LoadRequest, Opened, Reporter
+from llamakv.ops.requests import Answer, ChatRequest, LoadRequest, Opened, Reporter
 from llamakv.records import Sampling
-from llamakv.store.session_file import SessionInfo, check_writable, read_session
+from llamakv.store.session_file import check_writable, read_session
 
 
 def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
-    """Bring a session back and let the model go on once: answer ``prompt`` in a conversation, continue raw text.
-    The session's file is only read, unless it is also ``save``.
+    """Bring a session back, or begin a new one, and let the model go on once: answer ``prompt`` in a conversation,
+    continue raw text. The session's file is only read, unless it is also ``save``.
 
     Raises:
         LlamakvError: nothing was changed on disk.
     """
     started = time.perf_counter()
-    if request.save is not None and request.save != request.path:
-        check_writable(request.save, overwrite=request.overwrite)
-    elif request.save is not None:
-        check_writable(request.save, overwrite=True)
-    info = read_session(request.path)
-    sampling = merge_sampling(request.sampling, info.record.sampling)
+    if request.save is not None:
+        check_writable(request.save, overwrite=request.overwrite or request.save == request.path)
     if request.prompt is not None and not request.prompt:
         raise UsageError("the prompt is empty")
+    if request.path is None:
+        return _begin_raw(request, started, reporter) if request.raw else _begin(request, reporter)
+    info = read_session(request.path)
+    sampling = merge_sampling(request.sampling, info.record.sampling)
     opened, info, back = resume(request.path, request.model, request.memory, request.options, reporter, info)
     with opened:
         _announce(back, reporter)
-        keeper = Keeper(opened, info, compress=request.compress)
+        keeper = Keeper(opened, info, compress=request.compress, budget=request.budget)
         if info.record.chat is not None:
             conversation = conversation_of(
                 opened,
@@ -45,6 +48,8 @@ def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
                 info.record,
                 sampling=sampling,
                 path=request.save,
+                at=request.at,
+                reporter=reporter,
                 overwrite=request.overwrite,
                 name=request.name,
             )
@@ -52,7 +57,48 @@ def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
             if back.evaluated:  # what had to be read again now was no saved work
                 answer = replace(answer, reused=0, evaluated=answer.evaluated + answer.reused)
             return answer
-        return _continue(request, opened, keeper, info, back, sampling, started, reporter)
+        reused = back.reused
+        if request.at is not None:
+            _, reused = go_to(opened, info, request.at, None, reused=reused, reporter=reporter)
+        return _continue(request, opened, keeper, sampling, reused, started, reporter)
+
+
+def _begin(request: LoadRequest, reporter: Reporter) -> Answer:
+    """Answer the first message of a new conversation."""
+    if request.prompt is None:
+        raise UsageError("there is nothing to answer", hint="give a prompt: -p TEXT")
+    new = ChatRequest(
+        model=request.model,
+        memory=request.memory,
+        sampling=request.sampling,
+        save=request.save,
+        name=request.name,
+        system=request.system,
+        overwrite=request.overwrite,
+        compress=request.compress,
+        reuse_from=request.reuse_from,
+        budget=request.budget,
+    )
+    with open_chat(new, reporter) as conversation:
+        return conversation.send(request.prompt, reporter)
+
+
+def _begin_raw(request: LoadRequest, started: float, reporter: Reporter) -> Answer:
+    """Continue a new text."""
+    if request.prompt is None:
+        raise UsageError("there is nothing to go on from", hint="give the text's beginning: -p TEXT")
+    found = find_model(request.model, None, reporter)
+    sampling = merge_sampling(request.sampling, replace(CHAT_SAMPLING, seed=random_seed()))
+    memory = merge_memory(request.memory, None, None, may_change=True)
+    with OpenModel(found, request.model, memory, reporter=reporter) as opened:
+        keeper = Keeper(opened, None, compress=request.compress, budget=request.budget)
+        tokens = opened.model.tokenize(request.prompt, add_special=True, parse_special=True)
+        if not tokens:
+            raise UsageError("the prompt is empty: it gives no token")
+        sequence = opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
+        reused = begin_with_prefix(opened, keeper, request.reuse_from, tokens, reporter)
+        rest = tokens[len(sequence.tokens) :]
+        return _continue(request, opened, keeper, sampling, reused, started, reporter, new=rest)
 
 
 def _announce(back: Opened, reporter: Reporter) -> None:
@@ -72,28 +118,31 @@ def _continue(
     request: LoadRequest,
     opened: OpenModel,
     keeper: Keeper,
-    info: SessionInfo,
-    back: Opened,
     sampling: Sampling,
+    reused: int,
     started: float,
     reporter: Reporter,
+    *,
+    new: Sequence[int] | None = None,
 ) -> Answer:
+    """Continue raw text that is in memory, behind the prompt or the ``new`` tokens."""
     sequence, model = opened.sequence, opened.model
     model.check_sampling(sampling)
-    reused = back.reused
-    if request.prompt is not None:
+    tokens = list(new or ())
+    if new is None and request.prompt is not None:
         tokens = model.tokenize(request.prompt, add_special=False, parse_special=True)
         if not tokens:
             raise UsageError("the prompt is empty: it gives no token")
+    if tokens:
         try:
             sequence.extend(
                 tokens,
-                replace_pending=model.is_end(sequence.tokens[-1]) and len(sequence.tokens) > 1,
+                replace_pending=new is None and model.is_end(sequence.tokens[-1]) and len(sequence.tokens) > 1,
                 on_progress=lambda done, total: reporter.progress("prefill", done, total),
                 should_abort=reporter.should_abort,
             )
         except AbortedError as error:
-            raise AbortedError(f"interrupted while reading the prompt; {info.path} is unchanged") from error
+            raise AbortedError("interrupted while reading the prompt; nothing was changed") from error
     n_before = len(sequence.tokens)
     reply = write_reply(sequence, sampling, reporter, started=started)
     saved = None

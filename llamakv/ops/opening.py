@@ -13,7 +13,15 @@ import psutil
 
 from llamakv.engine.contract import LiveSequence, MemoryRequest, Model, ModelInfo
 from llamakv.engine.llamacpp import LlamaModel
-from llamakv.errors import AbortedError, DamagedError, InterruptedByUser, MismatchError, ModelFileError
+from llamakv.errors import (
+    AbortedError,
+    ConflictError,
+    DamagedError,
+    InterruptedByUser,
+    MismatchError,
+    ModelFileError,
+)
+from llamakv.ops.lineage import split_note
 from llamakv.ops.matching import (
     FoundModel,
     check_identity,
@@ -26,10 +34,7 @@ from llamakv.ops.matching import (
 )
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
 from llamakv.records import ModelIdentity, SectionKind, SessionRecord, StateSection
-from llamakv.store.session_file import SessionInfo, SessionReader, StoredSection
-
-INCOMPLETE = "incomplete:"
-"""How the note of a session begins whose text was not read to its end."""
+from llamakv.store.session_file import SessionInfo, SessionReader, StoredSection, mark_used
 
 _UNKNOWN_N_CTX = 1 << 17
 """The largest context for a model that does not say what it was trained with."""
@@ -141,6 +146,7 @@ class OpenModel:
         try:
             info = restore_from_file(fresh, info, reporter)
             accept(info)
+            read_rest(fresh, info.record, reporter)
         except BaseException:
             fresh.close()
             raise
@@ -186,25 +192,63 @@ def sections_to_restore(sections: Sequence[StoredSection]) -> list[StoredSection
 
 def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Reporter) -> SessionInfo:
     """Bring a session into a live sequence, section by section. Returns what was read, which is newer than ``before``
-    if somebody saved it meanwhile.
+    if somebody saved it meanwhile. Of a session that has lost sections only the first tokens come back, of one that
+    lost them all none (see ``read_rest``).
 
     Raises:
         MismatchError: meanwhile another session took its place.
+        ConflictError: it is saved again and again while it is read.
     """
-    with SessionReader(before.path) as reader:
-        info = reader.info
-        if _made_by(info) != _made_by(before):
-            raise MismatchError(f"{before.path} was replaced by another session while it was opened")
-        tokens = info.record.tokens
-        wanted = sections_to_restore(info.sections)
+    for last_try in (False, False, True):
+        try:
+            with SessionReader(before.path) as reader:
+                info = reader.info
+                if _made_by(info) != _made_by(before):
+                    raise MismatchError(f"{before.path} was replaced by another session while it was opened")
+                restore_sections(sequence, info.record.tokens, reader, info.sections, info.n_cells_held, reporter)
+        except ConflictError:
+            if last_try:
+                raise
+        else:
+            mark_used(info.path)
+            return info
+    raise AssertionError
 
-        def counted() -> Iterator[StateSection]:
-            for section in reader.read(wanted):
-                yield section
-                reporter.progress("restore", section.p1, len(tokens))
 
-        sequence.restore(tokens, counted())
-    return info
+def restore_sections(
+    sequence: LiveSequence,
+    tokens: Sequence[int],
+    reader: SessionReader,
+    sections: Sequence[StoredSection],
+    n_cells: int,
+    reporter: Reporter,
+) -> None:
+    """Make a live sequence the first ``n_cells + 1`` of ``tokens``; ``sections`` of ``reader`` are their state. Nothing
+    happens where there is no cell."""
+    wanted = sections_to_restore(sections)
+
+    def counted() -> Iterator[StateSection]:
+        for section in reader.read(wanted):
+            yield section
+            reporter.progress("restore", section.p1, len(tokens))
+
+    if n_cells or len(tokens) == 1:
+        sequence.restore(tokens[: n_cells + 1], counted())
+
+
+def read_rest(sequence: LiveSequence, record: SessionRecord, reporter: Reporter) -> int:
+    """Read the tokens of a session whose sections were lost; return how many that were.
+
+    Raises:
+        InterruptedByUser: stopped; nothing was changed on disk.
+    """
+    missing = record.tokens[len(sequence.tokens) :]
+    n = len(record.tokens) - 1 - sequence.n_cells
+    if not missing:
+        return 0
+    reporter.notice(f"the state of {n:,} of {len(record.tokens) - 1:,} tokens is not stored: they are read again")
+    _read(sequence, missing, reporter)
+    return n
 
 
 def _made_by(info: SessionInfo) -> tuple[object, ...]:
@@ -271,9 +315,11 @@ def _bring_back(
             error.hint = error.hint or "the tokens are whole: the same command with --recompute reads them again"
             raise
         record = info.record
-        reused, evaluated = sequence.n_cells, 0
-    if record.lineage.note.startswith(INCOMPLETE):
-        reporter.warning(f"{info.path} is {record.lineage.note}; the command that saved it, again, reads the rest")
+        reused = sequence.n_cells
+        evaluated = read_rest(sequence, record, reporter)
+    mark, _ = split_note(record.lineage.note)
+    if mark:
+        reporter.warning(f"{info.path} is {mark}; the command that saved it, again, reads the rest")
     return (
         opened,
         info,
@@ -292,12 +338,16 @@ def _read_again(sequence: LiveSequence, record: SessionRecord, reasons: Sequence
     n = len(record.tokens) - 1
     reporter.notice(f"reading {n:,} tokens again: {'; '.join(reasons)}")
     started = time.perf_counter()
+    _read(sequence, record.tokens, reporter)
+    reporter.notice(f"read {n:,} tokens again in {time.perf_counter() - started:.1f} s")
+
+
+def _read(sequence: LiveSequence, tokens: Sequence[int], reporter: Reporter) -> None:
     try:
         sequence.extend(
-            record.tokens,
+            tokens,
             on_progress=lambda done, total: reporter.progress("prefill", done, total),
             should_abort=reporter.should_abort,
         )
     except AbortedError as error:
         raise InterruptedByUser("interrupted while reading the session again; it is unchanged on disk") from error
-    reporter.notice(f"read {n:,} tokens again in {time.perf_counter() - started:.1f} s")

@@ -65,25 +65,31 @@ def with_system(messages: tuple[Message, ...], system: tuple[Message, ...]) -> t
 
 
 def placed(
-    opened: OpenModel, wanted: Sequence[Message], plan: TurnPlan, pieces: Sequence[tuple[int, list[int]]], *, end: int
+    opened: OpenModel,
+    wanted: Sequence[Message],
+    plan: TurnPlan,
+    pieces: Sequence[tuple[int, list[int]]],
+    *,
+    end: int,
+    time_s: float,
 ) -> tuple[Message, ...]:
     """The messages with the token ranges they were read at: those a plan keeps as they are keep theirs, the last one
     ends at ``end``. Messages that no piece tells apart from a later one get an empty range before it. Where the end
     token of the reply before gave way to other text, that reply ends before it: going back to it must not leave that
-    text behind."""
+    text behind. Those that were never read before get ``time_s``."""
     first = next(tokens[0] for _, tokens in pieces if tokens)
     end_gives_way = plan.replace_pending and not opened.model.is_end(first)
     index = plan.first_new
-    messages, position = list(wanted), plan.n_keep - end_gives_way
+    messages = [m if m.p1 or m.time_s is not None else replace(m, time_s=time_s) for m in wanted]
+    begin, position = plan.n_keep - end_gives_way, plan.n_keep - plan.replace_pending
     if end_gives_way:
-        messages[index - 1] = replace(messages[index - 1], p1=position)
+        messages[index - 1] = replace(messages[index - 1], p1=begin)
     for last, tokens in pieces:
         for i in range(index, last):
-            messages[i] = replace(messages[i], p0=position, p1=position)
+            messages[i] = replace(messages[i], p0=begin, p1=begin)
         begun = plan.rewritten_from is None and messages[last].p1 > messages[last].p0  # one that was left open
-        p0 = messages[last].p0 if begun else position
-        messages[last] = replace(messages[last], p0=p0, p1=position + len(tokens))
         position += len(tokens)
-        index = last + 1
+        messages[last] = replace(messages[last], p0=messages[last].p0 if begun else begin, p1=position)
+        index, begin = last + 1, position
     messages[-1] = replace(messages[-1], p1=end)
     return tuple(messages)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamakv.engine.contract import LiveSequence
 from llamakv.ops.requests import Reporter
-from llamakv.records import Sampling
+from llamakv.records import Message, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,10 @@ class Reply:
     finish_reason: str
     first_token_s: float
     elapsed_s: float
+
+    def message(self, p0: int, p1: int) -> Message:
+        """What was said just now, as the message of the tokens ``[p0, p1)``."""
+        return Message(role="assistant", content=self.text, p0=p0, p1=p1, finish=self.finish_reason, time_s=time.time())
 
     @property
     def tokens_per_s(self) -> float:

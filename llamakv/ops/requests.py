@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llamakv.records import SessionRecord
 from llamakv.store.session_file import SessionInfo
+
+if TYPE_CHECKING:
+    from llamakv.ops.budget import Budget
 
 Compress = Literal["auto", "none"]
 
@@ -151,25 +154,29 @@ class Answer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A conversation to begin or to go on with. Exactly one of ``resume`` (an existing session file) and a new
-    beginning is meant; ``save`` is the file saved to after every turn (None: keep nothing, or, when resuming, the
-    same file). ``system`` is the system prompt."""
+    beginning is meant; ``at`` is a place in the resumed session to go back to (``turn3``, ``1200``); ``save`` is the
+    file saved to after every turn (None: keep nothing, or, when resuming, the same file). ``system`` is the system
+    prompt. ``reuse_from`` is a store whose sessions a new one may be begun with."""
 
     model: ModelRequest
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     options: ResumeOptions = field(default_factory=ResumeOptions)
     resume: Path | None = None
+    at: str | None = None
     save: Path | None = None
     name: str | None = None
     system: str | None = None
     overwrite: bool = False
     compress: Compress = "auto"
+    reuse_from: Path | None = None
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """Text to prefill and keep at ``path``: raw text, or (not ``raw``) the beginning of a user's message, after the
-    system prompt, that later questions continue."""
+    system prompt, that later questions continue. ``reuse_from`` is a store whose sessions may be begun with."""
 
     model: ModelRequest
     path: Path
@@ -182,15 +189,20 @@ class SaveRequest:
     raw: bool = False
     overwrite: bool = False
     compress: Compress = "auto"
+    reuse_from: Path | None = None
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
     """A session to restore and complete once; ``prompt`` is a user's message, or raw text for a raw session (None:
-    go on from where it stopped). ``save`` is where the result is kept, if anywhere."""
+    go on from where it stopped); ``at`` is a place in it to go back to first (``turn3``, ``1200``). Without a ``path``
+    it is a new one: a conversation with the ``system`` prompt, or ``raw`` text, begun with what a session in
+    ``reuse_from`` has of it. ``save`` is where the result is kept, if anywhere."""
 
     model: ModelRequest
-    path: Path
+    path: Path | None
+    at: str | None = None
     prompt: str | None = None
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -199,3 +211,7 @@ class LoadRequest:
     name: str | None = None
     overwrite: bool = False
     compress: Compress = "auto"
+    system: str | None = None
+    raw: bool = False
+    reuse_from: Path | None = None
+    budget: Budget | None = None

@@ -12,8 +12,10 @@ from llamakv.engine.prompt import ChatTemplate, Piece, plan_open
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, ExistsError, UsageError
 from llamakv.ops.keeping import Keeper
+from llamakv.ops.lineage import INCOMPLETE, join_note, split_note
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
-from llamakv.ops.opening import INCOMPLETE, OpenModel, resume
+from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.prefixes import begin_with_prefix
 from llamakv.ops.reading import template_of, tokenise
 from llamakv.ops.requests import Reporter, Saved, SaveRequest
 from llamakv.records import Chat, Message, Sampling, SessionRecord
@@ -63,46 +65,74 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
     check_writable(request.path, overwrite=request.overwrite or earlier is not None)
     opened, keeper = _open(request, earlier, reporter)
     with opened:
-        text = _text_of(request, opened, earlier)
-        pieces = tokenise(opened, text.pieces, at_start=True)
-        tokens = [token for _, piece in pieces for token in piece]
-        if earlier is not None and _is_incomplete(earlier.record):
-            _check_tokens_continue(earlier, tokens)
-        sampling = _sampling(request, earlier)
-        opened.model.check_sampling(sampling)
+        return read_and_keep(opened, keeper, request, earlier, reporter, started=started)
 
-        target = request.path
 
-        def keep(*, complete: bool) -> Saved:
-            nonlocal target
-            chat, raw = _as_read(opened, text, pieces, complete=complete)
-            note = "" if complete else f"{INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
-            saved = keeper.save(
-                target,
-                chat=chat,
-                text=raw,
-                sampling=sampling,
-                reporter=reporter,
-                overwrite=request.overwrite,
-                name=request.name,
-                note=note,
-                aside_on_conflict=True,
-            )
-            target = saved.info.path
-            return saved
+def read_and_keep(
+    opened: OpenModel,
+    keeper: Keeper,
+    request: SaveRequest,
+    earlier: SessionInfo | None,
+    reporter: Reporter,
+    *,
+    started: float,
+) -> SaveResult:
+    """``save_prefix`` with a model that is open, and in it, where there is one, the ``earlier`` session at the path."""
+    text = _text_of(request, opened, earlier)
+    pieces = tokenise(opened, text.pieces, at_start=True)
+    tokens = [token for _, piece in pieces for token in piece]
+    if earlier is not None and _is_incomplete(earlier.record):
+        _check_tokens_continue(earlier, tokens)
+    sampling = _sampling(request, earlier)
+    opened.model.check_sampling(sampling)
 
-        reused, complete = _read(opened, tokens, reporter, keep)
-        nothing_new = earlier is not None and _is_same(earlier, opened, sampling, request.name)
-        return SaveResult(
-            saved=Saved(info=earlier, n_written=0, elapsed_s=0.0)
-            if nothing_new and earlier is not None
-            else keep(complete=complete),
-            reused=reused,
-            evaluated=opened.sequence.n_cells - reused,
-            n_tokens_wanted=len(tokens),
-            elapsed_s=time.perf_counter() - started,
-            complete=complete,
+    target = request.path
+    own_note = "" if earlier is None else split_note(earlier.record.lineage.note)[1]
+
+    def keep(*, complete: bool) -> Saved:
+        nonlocal target
+        chat, raw = _as_read(opened, text, pieces, earlier, complete=complete)
+        mark = "" if complete else f"{INCOMPLETE} {len(opened.sequence.tokens)} of {len(tokens)} tokens"
+        saved = keeper.save(
+            target,
+            chat=chat,
+            text=raw,
+            sampling=sampling,
+            reporter=reporter,
+            overwrite=request.overwrite,
+            name=request.name,
+            note=join_note(mark, own_note),
+            aside_on_conflict=True,
         )
+        target = saved.info.path
+        return saved
+
+    if earlier is None:
+        opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
+        if len(tokens) <= opened.sequence.n_ctx_max:
+            begin_with_prefix(opened, keeper, request.reuse_from, tokens, reporter)
+
+    def make_room(n_cells: int) -> None:
+        keeper.make_room(target, reporter=reporter, overwrite=request.overwrite, n_cells=n_cells)
+
+    reused, complete = _read(opened, tokens, reporter, keep, make_room)
+    nothing_new = earlier is not None and _is_same(earlier, opened, sampling, request.name)
+    return SaveResult(
+        saved=Saved(info=earlier, n_written=0, elapsed_s=0.0)
+        if nothing_new and earlier is not None
+        else keep(complete=complete),
+        reused=reused,
+        evaluated=opened.sequence.n_cells - reused,
+        n_tokens_wanted=len(tokens),
+        elapsed_s=time.perf_counter() - started,
+        complete=complete,
+    )
+
+
+def tokens_of(opened: OpenModel, request: SaveRequest) -> tuple[int, ...]:
+    """What a new session of a text would hold."""
+    pieces = tokenise(opened, _text_of(request, opened, None).pieces, at_start=True)
+    return tuple(token for _, piece in pieces for token in piece)
 
 
 # ---------------------------------------------------------------- what is there
@@ -165,11 +195,11 @@ def _is_beginning(record: SessionRecord, request: SaveRequest) -> bool:
 def _open(request: SaveRequest, earlier: SessionInfo | None, reporter: Reporter) -> tuple[OpenModel, Keeper]:
     if earlier is not None:
         opened, info, _ = resume(request.path, request.model, request.memory, request.options, reporter, earlier)
-        return opened, Keeper(opened, info, compress=request.compress)
+        return opened, Keeper(opened, info, compress=request.compress, budget=request.budget)
     found = find_model(request.model, None, reporter)
     memory = merge_memory(request.memory, None, None, may_change=True)
     opened = OpenModel(found, request.model, memory, reporter=reporter)
-    return opened, Keeper(opened, None, compress=request.compress)
+    return opened, Keeper(opened, None, compress=request.compress, budget=request.budget)
 
 
 def _sampling(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
@@ -193,19 +223,21 @@ def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | Non
     return _Text(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)
 
 
-def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter, keep: Callable[..., Saved]) -> tuple[int, bool]:
+def _read(
+    opened: OpenModel,
+    tokens: Sequence[int],
+    reporter: Reporter,
+    keep: Callable[..., Saved],
+    make_room: Callable[[int], None],
+) -> tuple[int, bool]:
     """Evaluate what is not there yet, keeping it now and then; returns the cells that were there, and whether all was
     read. The stretches between are whole batches, so that they change nothing in how the text is cut into batches."""
-    n_there = reused = 0
-    if opened.has_sequence:
-        sequence = opened.sequence
-        n_there = n_common(sequence.tokens, tokens)
-        rewound = sequence.rewind(n_there, should_abort=reporter.should_abort)
-        reused = rewound.n_kept
-        if rewound.n_evaluated:
-            reporter.notice(f"this model's memory cannot go back: {rewound.n_evaluated:,} tokens were read again")
-    else:
-        sequence = opened.open_sequence(min(len(tokens), opened.n_ctx_max()))
+    sequence = opened.sequence
+    n_there = n_common(sequence.tokens, tokens)
+    rewound = sequence.rewind(n_there, should_abort=reporter.should_abort)
+    reused = rewound.n_kept
+    if rewound.n_evaluated:
+        reporter.notice(f"this model's memory cannot go back: {rewound.n_evaluated:,} tokens were read again")
     total = len(tokens) - 1
     if len(tokens) > sequence.n_ctx_max:
         sequence.extend(tokens[n_there:])  # raises, before a part of it is read
@@ -223,6 +255,8 @@ def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter, keep: Ca
             if sequence.n_cells <= reused:
                 raise
             return reused, False
+        if n_done == 0 and until < len(tokens):
+            make_room(total)  # before the rest is read in vain
         if until < len(tokens) and time.monotonic() - kept_s > _KEEP_EVERY_S:
             keep(complete=False)
             kept_s = time.monotonic()
@@ -230,7 +264,12 @@ def _read(opened: OpenModel, tokens: Sequence[int], reporter: Reporter, keep: Ca
 
 
 def _as_read(
-    opened: OpenModel, text: _Text, pieces: Sequence[tuple[int, list[int]]], *, complete: bool
+    opened: OpenModel,
+    text: _Text,
+    pieces: Sequence[tuple[int, list[int]]],
+    earlier: SessionInfo | None,
+    *,
+    complete: bool,
 ) -> tuple[Chat | None, str | None]:
     """What the session holds of the text: all of it, or what was read before an interruption."""
     tokens = opened.sequence.tokens
@@ -248,7 +287,16 @@ def _as_read(
             return None, join(opened.model.token_bytes(token) for token in tokens)
         messages[-1] = replace(messages[-1], content=content)
     template = text.template
-    return Chat(template=template.source, template_digest=template.digest, messages=tuple(messages)), None
+    dated = _dated(messages, earlier)
+    return Chat(template=template.source, template_digest=template.digest, messages=dated), None
+
+
+def _dated(messages: Sequence[Message], earlier: SessionInfo | None) -> tuple[Message, ...]:
+    """Messages with the time they were read: what was read before keeps its own."""
+    chat = None if earlier is None else earlier.record.chat
+    before = () if chat is None else chat.messages
+    now_s = time.time()
+    return tuple(next((old for old in before if old == new), replace(new, time_s=now_s)) for new in messages)
 
 
 def _content_read(opened: OpenModel, text: _Text) -> str | None:

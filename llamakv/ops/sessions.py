@@ -1,26 +1,14 @@
-"""Keeping house among sessions: references, listing, removing, verifying, compacting."""
+"""Keeping house among sessions: references, removing, verifying, compacting."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import DamagedError, LlamakvError
+from llamakv.errors import DamagedError
 from llamakv.store.session_file import SessionInfo, compact_session, verify_session
 from llamakv.store.session_store import SessionStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedSession:
-    """One session file of a store: what it says of itself, or why it cannot be read; ``n_bytes`` on disk."""
-
-    name: str
-    path: Path
-    n_bytes: int
-    info: SessionInfo | None
-    error: LlamakvError | None
 
 
 def resolve(root: Path, ref: str) -> Path:
@@ -44,22 +32,6 @@ def resolve_for_writing(root: Path, ref: str) -> Path:
 def session_name(root: Path, ref: str) -> str | None:
     """The name a reference is in the store; None if it is a path."""
     return ref if SessionStore(root).resolve(ref).parent == root and os.sep not in ref else None
-
-
-def list_sessions(root: Path) -> tuple[ListedSession, ...]:
-    """All sessions of a store, the newest first; damaged ones last, with what is wrong."""
-    store = SessionStore(root)
-    return tuple(
-        ListedSession(name=entry.name, path=entry.path, n_bytes=_length(entry.path), info=entry.info, error=entry.error)
-        for entry in store.list()
-    )
-
-
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def remove_sessions(root: Path, refs: Sequence[str]) -> tuple[Path, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,9 +14,11 @@ from llamakv.store import files
 from llamakv.store.claims import claimed, store_lock
 from llamakv.store.objects import Objects
 from llamakv.store.session_info import load_digests
+from llamakv.store.store_folder import is_store, read_budget
 
 SUFFIX = ".bin"
 _N_BATCH = 1000  # removals for which the lock is held at a time
+_MIN_AGE_NS = 2_000_000_000  # younger files may change again within a tick of the clock, under the same inode number
 
 Stamp = tuple[int, int, int, int]
 
@@ -42,35 +45,51 @@ class Marks:
         Raises: FormatError (an index cannot be read: what it refers to is unknown), ReadError.
         """
         before, self._by_name = self._by_name, {}
+        settled_ns = time.time_ns() - _MIN_AGE_NS
         found: set[str] = set()
         for name, path, stamp in session_files(self._root):
             known = before.get(name)
             digests = known[1] if known is not None and known[0] == stamp else digests_of(path)
-            self._by_name[name] = stamp, digests
+            if max(stamp[2:]) < settled_ns:
+                self._by_name[name] = stamp, digests
             found |= digests
         return found
 
 
 def session_files(root: Path) -> Iterator[tuple[str, Path, Stamp]]:
     """Yield name, path and what changes when it does (inode, length, both times) of each session file in a folder."""
+    for name, stamp in session_stamps(root).items():
+        yield name, root / (name + SUFFIX), stamp
+
+
+def session_stamps(root: Path) -> dict[str, Stamp]:
+    """Return the stamp of each session file in a folder by its name; a folder that is not there has none.
+
+    Raises: ReadError.
+    """
+    found: dict[str, Stamp] = {}
     try:
         with os.scandir(root) as entries:
             for entry in entries:
-                if not entry.name.endswith(SUFFIX) or entry.name.startswith("."):
+                name = entry.name
+                if name.startswith(".") or not name.endswith(SUFFIX):
                     continue
                 try:
-                    if not entry.is_file():
-                        continue
-                    found = entry.stat()
-                except OSError:
+                    if entry.is_file():
+                        stat = entry.stat()
+                        stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                        found[name[: -len(SUFFIX)]] = stamp
+                except FileNotFoundError:
                     continue
-                stamp = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-                yield entry.name[: -len(SUFFIX)], root / entry.name, stamp
+                except OSError:
+                    if not entry.is_symlink():  # where what a session refers to is unknown, nothing may be removed
+                        raise
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return {}
     except OSError as error:
         with files.reading(root):
             raise error
+    return found
 
 
 def collect(
@@ -86,10 +105,12 @@ def collect(
     Others may save and resume meanwhile. ``dry_run`` removes nothing and counts, as if the sessions named in
     ``without`` were gone. ``on_progress(n_done, n)`` counts objects.
 
-    Raises: FormatError (an index cannot be read: nothing is removed), WriteError, LockedError.
+    Raises: FormatError (an index, or the store, cannot be read: nothing is removed), ReadError, WriteError,
+    LockedError.
     """
     objects = Objects(root)
-    if not objects.folder.is_dir():
+    read_budget(root)  # refuses a store of a later version
+    if not is_store(root):
         return Collected(n_objects=0, n_bytes=0, n_temporaries=0)
     if dry_run:
         return _count(root, objects, candidates, without)
@@ -104,8 +125,11 @@ def collect(
         with store_lock(objects, shared=False):
             kept = claimed(objects)
             kept |= marks.update()
-            for digest in batch:
-                if digest not in kept and (n_removed := objects.remove(digest)):
+            unclaimed = [digest for digest in batch if digest not in kept]
+            if unclaimed:
+                files.sync_folder(root)  # references before what they refer to
+            for digest in unclaimed:
+                if n_removed := objects.remove(digest):
                     n_objects += 1
                     n_bytes += n_removed
         if on_progress is not None:

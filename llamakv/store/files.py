@@ -11,13 +11,14 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llamakv.errors import ExistsError, NotASessionError, NotFoundError
 from llamakv.store.locks import acquire
 from llamakv.store.locks import check_target as check_target
 from llamakv.store.locks import is_at as is_at
+from llamakv.store.locks import is_locked as is_locked
 from llamakv.store.locks import lock_of as lock_of
 from llamakv.store.locks import locked as locked
 from llamakv.store.system_errors import reading as reading
@@ -27,6 +28,7 @@ from llamakv.store.system_errors import writing as writing
 _TEMPORARY_PREFIX = ".llamakv-"
 _TEMPORARY_SUFFIX = ".tmp"
 _N_FILES_SPARE = 128  # for everything else
+MAX_NAME_BYTES = 255  # NAME_MAX of the usual file systems
 _MAX_PARTS = 512  # below IOV_MAX (1024 on Linux and macOS)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 
@@ -54,7 +56,10 @@ def allow_open_files(n: int) -> None:
     """Let this process hold ``n`` more files open, as far as the system allows it (ulimit -n)."""
     import resource
 
-    wanted = n + _N_FILES_SPARE
+    n_open = 0
+    with contextlib.suppress(OSError):
+        n_open = len(os.listdir("/dev/fd"))
+    wanted = n_open + n + _N_FILES_SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
@@ -132,7 +137,8 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
+def publish(temporary: Path, path: Path, *, overwrite: bool) -> None:
+    """Give a file another name on the same file system, at once. Raises: ExistsError (it is taken), OSError."""
     if overwrite:
         os.rename(temporary, path)
         return
@@ -167,7 +173,7 @@ def replacement(path: Path, *, overwrite: bool, sync_parent: bool = True) -> Ite
             yield fd
             sync(fd, path)
             with writing(path):
-                _publish(temporary, path, overwrite=overwrite)
+                publish(temporary, path, overwrite=overwrite)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -178,13 +184,36 @@ def replacement(path: Path, *, overwrite: bool, sync_parent: bool = True) -> Ite
         os.close(fd)
 
 
+def move(path: Path, target: Path, *, overwrite: bool) -> bool:
+    """Give a file another name, durably; False, with nothing done, if that is on another file system.
+
+    Raises: ExistsError, WriteError.
+    """
+    with writing(target):
+        try:
+            publish(path, target, overwrite=overwrite)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return False
+    sync_folder(target.parent)
+    return True
+
+
 @contextlib.contextmanager
 def locked_temporary(folder: Path) -> Iterator[int]:
     """Give a descriptor of an empty temporary that is locked until it is removed, on leaving. Raises: WriteError."""
+    with temporary(folder) as (_, fd):
+        yield fd
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[tuple[Path, int]]:
+    """As ``locked_temporary``, with its path before the descriptor. Raises: WriteError."""
     with writing(folder):
         path, fd = _create_temporary(folder)
     try:
-        yield fd
+        yield path, fd
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -198,19 +227,18 @@ def live_temporaries(folder: Path) -> list[bytes]:
     """
     remove_stale_temporaries(folder)
     found = []
-    for entry in _entries(folder):
+    for entry in entries(folder):
         if is_temporary(entry.name):
             with reading(Path(entry.path)), contextlib.suppress(FileNotFoundError), open(entry.path, "rb") as file:
                 found.append(file.read())
     return found
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing where there is no such folder. Raises: ReadError."""
+    with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        return list(found)
+    return []
 
 
 def append(fd: int, data: bytes, path: Path) -> None:
@@ -267,8 +295,13 @@ def set_time(path: Path, time_ns: int | None = None) -> None:
         os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
 
 
+def time_of(fd: int) -> float:
+    """Return an open file's modification time, in seconds."""
+    return os.fstat(fd).st_mtime
+
+
 def make_private_folder(folder: Path) -> None:
-    """Create ``folder`` with mode 0700 (its parents too, where missing); an existing one is left alone.
+    """Create ``folder`` durably, with mode 0700 (its parents too, where missing); an existing one is left alone.
 
     Raises: WriteError.
     """
@@ -277,6 +310,7 @@ def make_private_folder(folder: Path) -> None:
         for level in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(level, 0o700)
+                sync_folder(level.parent)
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
@@ -321,8 +355,12 @@ def discard(path: Path) -> int:
     return n_bytes
 
 
-def remove(path: Path) -> None:
-    """Remove a file nobody is writing. Raises: NotFoundError, LockedError, WriteError."""
+def remove(path: Path, *, only_if: Callable[[int], bool] | None = None) -> bool:
+    """Remove a file nobody is writing; return whether it was removed. ``only_if`` is asked about the open file while
+    it is locked, so that nobody can save it between the answer and the removal.
+
+    Raises: NotFoundError, LockedError, WriteError.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -332,9 +370,12 @@ def remove(path: Path) -> None:
     try:
         if fd >= 0:
             acquire(fd, path, wait_s=0.0)
+        if only_if is not None and not (fd >= 0 and is_at(fd, path) and only_if(fd)):
+            return False
         with writing(path):
             os.unlink(path)
         sync_folder(path.parent)
+        return True
     finally:
         if fd >= 0:
             os.close(fd)

@@ -165,12 +165,18 @@ def largest_raw(n_stored: int) -> int:
     return FREE_RAW + MAX_RAW_OVER_STORED * n_stored
 
 
+def n_padding(n_raw: int, n_stored: int) -> int:
+    """Return how many bytes of padding ``n_raw`` raw bytes stored as ``n_stored`` need."""
+    n_missing = -(-(n_raw - FREE_RAW) // MAX_RAW_OVER_STORED) - n_stored
+    return max(n_missing, _FRAME_HEAD.size) if n_missing > 0 else 0
+
+
 def padding(n_raw: int, n_stored: int) -> bytes:
     """Return the skippable frame, often empty, that makes ``n_stored`` long enough for ``n_raw`` raw bytes."""
-    n_missing = -(-(n_raw - FREE_RAW) // MAX_RAW_OVER_STORED) - n_stored
-    if n_missing <= 0:
+    n_bytes = n_padding(n_raw, n_stored)
+    if not n_bytes:
         return b""
-    n_content = max(0, n_missing - _FRAME_HEAD.size)
+    n_content = n_bytes - _FRAME_HEAD.size
     return _FRAME_HEAD.pack(_PADDING_FRAME, n_content) + bytes(n_content)
 
 

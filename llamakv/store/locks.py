@@ -27,6 +27,19 @@ def is_at(fd: int, path: Path) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether somebody is writing a file right now; False where that cannot be told."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
 @contextlib.contextmanager
 def lock_of(path: Path, *, shared: bool, wait_s: float) -> Iterator[None]:
     """Hold the lock of a file that exists for nothing else; it is made if it is not there.

@@ -6,14 +6,14 @@ file. An object never changes, and appears complete and durable or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import DamagedError, FormatError, NewerFormatError, NotFoundError
+from llamakv.errors import DamagedError, FormatError, LlamakvError, NewerFormatError, NotFoundError, ReadError
 from llamakv.store import codec, files, format
 from llamakv.store.codec import CodecError, EncodedSection, Encoding
 from llamakv.store.digests import N_DIGEST_BYTES, digest_bytes
@@ -26,6 +26,7 @@ _FRAME_MAGIC = 0x184D2A5C
 _HEAD = struct.Struct("<II8sIHHQQQ32s")
 N_HEAD = _HEAD.size + N_DIGEST_BYTES
 _N_COMPARE = 1 << 20
+_IS_DIGEST = re.compile(f"[0-9a-f]{{{2 * N_DIGEST_BYTES}}}").fullmatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +105,12 @@ class Objects:
         path = self.path_of(digest)
         head = _pack_head(digest, encoding, frames, n_raw)
         whole = [head, *pieces, format.padding(n_raw, sum(frames))]
+        self._touched |= {self.folder, path.parent}  # whoever put what is there may not have synced its name
         if _holds(path, whole):
             return 0
-        if not path.parent.is_dir():
-            files.make_private_folder(path.parent)
-            self._touched.add(self.folder)
+        files.make_private_folder(path.parent)
         with files.replacement(path, overwrite=True, sync_parent=False) as fd:
-            end = files.write_at(fd, whole, 0, path)
-        self._touched.add(path.parent)
-        return end
+            return files.write_at(fd, whole, 0, path)
 
     def n_bytes_of(self, digest: str) -> int:
         """Return how long an object's file is. Raises: NotFoundError, ReadError."""
@@ -128,12 +126,15 @@ class Objects:
                 files.sync_folder(folder)
 
     def all(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield digest and directory entry of each object, in no order."""
+        """Yield digest and directory entry of each object, in no order. Raises: ReadError."""
         for folder in _folders(self.folder):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-                for entry in entries:
-                    if len(entry.name) == 2 * N_DIGEST_BYTES and entry.name.startswith(folder.name):
-                        yield entry.name, entry
+            for entry in files.entries(folder):
+                if (
+                    _IS_DIGEST(entry.name)
+                    and entry.name.startswith(folder.name)
+                    and entry.is_file(follow_symlinks=False)
+                ):
+                    yield entry.name, entry
 
     def remove(self, digest: str) -> int:
         """Remove an object nobody refers to; return the bytes freed, 0 if it was gone. Raises: WriteError."""
@@ -236,36 +237,37 @@ def _parse(fd: int, path: Path, digest: str) -> OpenObject:
     kind = format.ENCODINGS[encoding]
     frames = (first, second)[: format.N_FRAMES[kind]]
     n_stored = n_bytes - N_HEAD
-    n_padded = sum(frames) + len(format.padding(n_raw, sum(frames))) if sum(frames) <= n_bytes else -1
-    if sum(frames) != first + second or min(frames) < 1 or n_stored != n_padded:
-        raise damaged(path, f"file is {n_bytes} bytes, its header speaks of frames of {first} and {second}")
     if not 0 < n_raw <= min(format.MAX_SECTION_RAW, format.largest_raw(n_stored)):
         raise damaged(path, f"it claims {n_raw} bytes from {n_stored}")
+    n_frames = sum(frames)
+    if n_frames != first + second or min(frames) < 1 or n_stored != n_frames + format.n_padding(n_raw, n_frames):
+        raise damaged(path, f"file is {n_bytes} bytes, its header speaks of frames of {first} and {second}")
     return OpenObject(fd=fd, path=path, digest=digest, encoding=kind, frames=frames, n_raw=n_raw, n_bytes=n_bytes)
 
 
 def _holds(path: Path, pieces: Sequence[bytes | memoryview]) -> bool:
     """Whether a file is exactly these bytes: one that was damaged, or encoded otherwise, is written again."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != sum(map(len, pieces)):
-                return False
-            offset = 0
-            for piece in pieces:
-                view = memoryview(piece)
-                for start in range(0, len(view), _N_COMPARE):
-                    part = view[start : start + _N_COMPARE]
-                    if os.pread(file.fileno(), len(part), offset) != part:
-                        return False
-                    offset += len(part)
-    except OSError:
+        fd = files.open_for_reading(path)
+    except LlamakvError:
         return False
+    try:
+        if files.file_length(fd) != sum(map(len, pieces)):
+            return False
+        offset = 0
+        for piece in pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _N_COMPARE):
+                part = view[start : start + _N_COMPARE]
+                if files.read_at(fd, len(part), offset, path) != part:
+                    return False
+                offset += len(part)
+    except ReadError:
+        return False
+    finally:
+        os.close(fd)
     return True
 
 
 def _folders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if len(entry.name) == 2]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return [Path(entry.path) for entry in files.entries(folder) if len(entry.name) == 2]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from llamakv.errors import ConflictError, DamagedError
 from llamakv.records import SessionRecord, StateSection
 from llamakv.store import codec, files, format, objects
 from llamakv.store.claims import Claim
@@ -44,7 +43,7 @@ class SectionWriter(Protocol):
     def copy(self, source: SessionReader, section: StoredSection) -> StoredSection:
         """Write a stored section of another file as it is; return its row here.
 
-        Raises: WriteError, DamagedError, ReadError, ConflictError (its object was collected meanwhile).
+        Raises: WriteError, DamagedError, ReadError, ConflictError (its object was collected before it was held).
         """
         ...
 
@@ -153,9 +152,8 @@ class ObjectWriter:
 
     def copy(self, source: SessionReader, section: StoredSection) -> StoredSection:
         """See ``SectionWriter``. What comes from elsewhere is verified first: an object is what its name says."""
-        if section.in_store and _is_same_folder(source.objects, self._objects):
-            if self._claim.add([section.digest]):
-                raise _collected(source.info.path)
+        is_own = section.in_store and _is_same_folder(source.objects, self._objects)
+        if is_own and not self._claim.add([section.digest]):
             return section
         for _ in source.read([section]):
             pass
@@ -194,11 +192,3 @@ class ObjectWriter:
 
 def _is_same_folder(one: Objects, other: Objects) -> bool:
     return one.root.resolve() == other.root.resolve()
-
-
-def _collected(path: Path) -> DamagedError | ConflictError:
-    return ConflictError(
-        f"'{path}' was removed, and its sections collected, while it was read",
-        hint="the same command again reads what is there now",
-        path=str(path),
-    )

@@ -63,16 +63,22 @@ def n_cells_held(kind: MemoryKind, sections: Sequence[StoredSection]) -> int:
     wholes = [section.p1 for section in sections if section.kind is SectionKind.WHOLE]
     if wholes:
         return max(wholes)
-    n_cells = 0
-    for section in sections:
-        if section.kind is SectionKind.CELLS and section.p0 == n_cells:
-            n_cells = section.p_used
+    n_cells = n_cells_in_a_row(sections)
     if kind in (MemoryKind.DENSE, MemoryKind.WINDOWED):
         return n_cells
     reachable = [
         s.p1 for s in sections if s.kind is SectionKind.TAIL and (kind is MemoryKind.RECURRENT or s.p1 <= n_cells)
     ]
     return max(reachable, default=0)
+
+
+def n_cells_in_a_row(sections: Iterable[StoredSection]) -> int:
+    """Return how many leading cells there are cells sections of, whether or not they are enough to go on from."""
+    n_cells = 0
+    for section in sections:
+        if section.kind is SectionKind.CELLS and section.p0 == n_cells:
+            n_cells = section.p_used
+    return n_cells
 
 
 def sections_up_to(kind: MemoryKind, sections: Sequence[StoredSection], n_cells: int) -> tuple[StoredSection, ...]:

@@ -17,6 +17,7 @@ from llamakv.store.session_writer import (
     compact_session,
     create_session,
     extend_session,
+    mark_used,
 )
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "compact_session",
     "create_session",
     "extend_session",
+    "mark_used",
     "n_cells_held",
     "read_session",
     "sections_up_to",

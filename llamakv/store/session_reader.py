@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llamakv.errors import ConflictError, FormatError, LlamakvError
+from llamakv.errors import ConflictError, FormatError, LlamakvError, ReadError
 from llamakv.records import StateSection
 from llamakv.store import codec, files, objects
 from llamakv.store.codec import CodecError
@@ -19,6 +19,7 @@ from llamakv.store.objects import Objects, OpenObject
 from llamakv.store.pipeline import map_ahead, n_cores
 from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo, load_info
+from llamakv.store.system_errors import is_lost
 
 N_AHEAD = 5  # seven sections of memory, the one being consumed included; decoding adds about 1 MiB each
 _N_INLINE_RAW = 512 << 10  # less than this is decoded faster than threads start
@@ -71,7 +72,7 @@ class SessionReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._executor: ThreadPoolExecutor | None = None
-        self._objects = Objects(self._path.parent)
+        self._objects = Objects(_folder_of(self._path))
         self._held: dict[str, OpenObject] = {}
         self._fd = files.open_for_reading(self._path)
         try:
@@ -114,16 +115,7 @@ class SessionReader:
         missing = [section for digest, section in wanted.items() if digest not in self._held]
         files.allow_open_files(len(self._held) + len(missing))
         for section in missing:
-            try:
-                self._held[section.digest] = self._open(section)
-            except FormatError as error:
-                if self._is_changed():
-                    raise ConflictError(
-                        f"'{self._path}' was saved or removed by somebody else while it was read",
-                        hint="the same command again reads what is there now",
-                        path=str(self._path),
-                    ) from error
-                raise
+            self._held[section.digest] = self._open(section)
 
     def _is_changed(self) -> bool:
         try:
@@ -132,7 +124,16 @@ class SessionReader:
             return True
 
     def _open(self, section: StoredSection) -> OpenObject:
-        return objects.open_for(self._path, self._objects, section.digest, section.n_raw)
+        try:
+            return objects.open_for(self._path, self._objects, section.digest, section.n_raw)
+        except FormatError as error:
+            if self._is_changed():
+                raise ConflictError(
+                    f"'{self._path}' was saved or removed by somebody else while it was read",
+                    hint="the same command again reads what is there now",
+                    path=str(self._path),
+                ) from error
+            raise
 
     def in_file_form(self, section: StoredSection) -> StoredSection:
         """Return the row of a section as it would be in a file of its own, but for the offset.
@@ -189,9 +190,13 @@ class SessionReader:
             return found.fd, found.path, objects.N_HEAD
         return self._fd, self._path, section.offset
 
-    def find_damage(self) -> Iterator[DamagedSection | None]:
-        """Read and verify each section of ``info``; yield None for one that is sound."""
-        return map_ahead(self._threads(), self._find_damage, self.info.sections, N_AHEAD)
+    def find_damage(self, sections: Sequence[StoredSection] | None = None) -> Iterator[DamagedSection | None]:
+        """Read and verify sections of ``info``, all unless they are given; yield None for one that is sound.
+
+        Raises: while iterating, ConflictError (as ``hold``), ReadError.
+        """
+        wanted = self.info.sections if sections is None else sections
+        return map_ahead(self._threads(), self._find_damage, wanted, N_AHEAD)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -208,7 +213,9 @@ class SessionReader:
                     os.close(found.fd)
             else:
                 self._decode(section)
-        except FormatError as error:
+        except (FormatError, ReadError) as error:
+            if isinstance(error, ReadError) and not is_lost(error):
+                raise
             return DamagedSection(section=section, reason=error.message)
         return None
 
@@ -233,7 +240,8 @@ class SessionReader:
 def verify_session(path: str | os.PathLike[str], *, fast: bool = False) -> VerifyReport:
     """Read a session and report every section that is damaged; ``fast`` checks header and index only.
 
-    Read only. Raises: as ``read_session``; damaged sections are reported, not raised.
+    Read only. Raises: as ``read_session``, and ConflictError (it was saved or removed, and its sections collected,
+    meanwhile); damaged sections are reported, not raised.
     """
     with SessionReader(path) as reader:
         info = reader.info
@@ -241,3 +249,8 @@ def verify_session(path: str | os.PathLike[str], *, fast: bool = False) -> Verif
             return VerifyReport(info=info, n_sections=0, n_raw_bytes=0, damaged=())
         found = tuple(damage for damage in reader.find_damage() if damage is not None)
     return VerifyReport(info=info, n_sections=len(info.sections), n_raw_bytes=info.n_raw_bytes, damaged=found)
+
+
+def _folder_of(path: Path) -> Path:
+    """Return the folder a file is really in, where its objects are: the path may be a link."""
+    return Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent

@@ -10,11 +10,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import FormatError, LlamakvError, NotASessionError, NotFoundError, StoreError, UsageError
+from llamakv.errors import (
+    DamagedError,
+    FormatError,
+    LlamakvError,
+    LockedError,
+    NotASessionError,
+    NotFoundError,
+    ReadError,
+    StoreError,
+    UsageError,
+)
 from llamakv.store import files
-from llamakv.store.collector import SUFFIX, Collected, collect, digests_of, session_files
+from llamakv.store.collector import SUFFIX, Collected, collect, session_files
 from llamakv.store.session_file import SessionInfo, read_session
-from llamakv.store.store_folder import make_store, read_budget
+from llamakv.store.session_info import load_digests
+from llamakv.store.store_folder import is_store, make_store, read_budget
 
 _MAX_NAME_BYTES = 255 - len(SUFFIX)  # NAME_MAX of every file system we know
 _POSITION = re.compile(r"@(turn)?\d+$")
@@ -49,19 +60,20 @@ class SessionStore:
             raise UsageError(f"not a session name: {ref!r}", name=ref)
         if ref.endswith(os.sep) or os.path.basename(ref) == SUFFIX:
             raise UsageError(f"{ref!r} names a folder or nothing, not a session file", name=ref)
-        if _has_separator(ref) or ref.endswith(SUFFIX) or os.path.isfile(ref):
+        if _is_path(ref):
             return Path(ref)
         path = self.root / (check_name(ref) + SUFFIX)
         read_budget(self.root)
         return path
 
     def resolve_for_writing(self, ref: str) -> Path:
-        """As ``resolve``, and makes the store (its folder with mode 0700) where ``ref`` is a NAME.
+        """As ``resolve``, and makes the store (its folder with mode 0700) where ``ref`` is a NAME. A PATH makes none:
+        it is a file of its own, unless its folder is a store already.
 
         Raises: UsageError, WriteError, NewerFormatError, DamagedError.
         """
         path = self.resolve(ref)
-        if path.parent == self.root:
+        if not _is_path(ref):
             make_store(self.root)
         return path
 
@@ -73,7 +85,11 @@ class SessionStore:
         """Return all session files, the newest save first, damaged ones at the end.
 
         Reads each header and index. Never raises because of one file; a store that does not exist is empty.
+
+        Raises: NewerFormatError (the store was made by a later llamakv), ReadError (the folder cannot be listed).
         """
+        with contextlib.suppress(DamagedError, NotASessionError, ReadError):  # its sessions may be sound all the same
+            read_budget(self.root)
         entries = [_read_entry(path) for _, path, _ in session_files(self.root)]
         return tuple(sorted(entries, key=_age))
 
@@ -90,30 +106,33 @@ class SessionStore:
 
         Damaged sessions can be removed; outside the store a file that is no session at all is refused.
 
-        Raises: UsageError, NotFoundError, NotASessionError, LockedError (being written), WriteError.
+        Raises: UsageError, NotFoundError, NotASessionError, NewerFormatError and DamagedError (the store itself cannot
+        be trusted), LockedError (being written), WriteError.
         """
         paths = tuple(dict.fromkeys(self.resolve(ref) for ref in refs))
         for path in paths:
             self._check_removable(path)
-        left: set[str] = set()
-        for path in paths:
-            if path.parent == self.root:
-                with contextlib.suppress(StoreError, NotFoundError):
-                    left |= digests_of(path)
-            files.remove(path)
-        if left:
-            self.collect(left)
+        left: dict[Path, set[str]] = {}
+        try:
+            for path in paths:
+                left.setdefault(path.parent, set()).update(_remove(path))
+        finally:
+            for folder, digests in left.items():
+                if digests:
+                    with contextlib.suppress(StoreError):  # the sessions are gone; the next collection takes the rest
+                        collect(folder, digests)
         return paths
 
     def collect(self, candidates: Collection[str] | None = None) -> Collected | None:
         """Remove sections (of ``candidates``, or of all) that no session refers to. None where that cannot be told,
         because a session cannot be read: then nothing is removed.
 
-        Raises: WriteError, LockedError.
+        Raises: NewerFormatError and DamagedError (the store itself cannot be trusted), WriteError, LockedError.
         """
+        read_budget(self.root)
         try:
             return collect(self.root, candidates)
-        except FormatError:
+        except (FormatError, ReadError):
             return None
 
     def _check_removable(self, path: Path) -> None:
@@ -121,6 +140,10 @@ class SessionStore:
             raise NotFoundError(f"no session '{path}'", path=str(path))
         if path.is_dir() and not path.is_symlink():
             raise NotASessionError(f"not a llamakv session: '{path}' is a folder", path=str(path))
+        if files.is_locked(path):
+            raise LockedError(f"'{path}' is being written by another process", path=str(path))
+        if is_store(path.parent):
+            read_budget(path.parent)
         if path.parent == self.root:
             return
         try:
@@ -154,6 +177,24 @@ def check_name(name: str) -> str:
 
 def _has_separator(ref: str) -> bool:
     return os.sep in ref or (os.altsep is not None and os.altsep in ref)
+
+
+def _is_path(ref: str) -> bool:
+    return _has_separator(ref) or ref.endswith(SUFFIX) or os.path.isfile(ref)
+
+
+def _remove(path: Path) -> set[str]:
+    """Remove a session; return the digests of the objects it referred to, as far as that can be told."""
+    digests: set[str] = set()
+
+    def note(fd: int) -> bool:
+        with contextlib.suppress(FormatError, ReadError):
+            digests.update(load_digests(fd, path))
+        return True
+
+    if not files.remove(path, only_if=note):  # a link, or a file that may not be read
+        files.remove(path)
+    return digests
 
 
 def _read_entry(path: Path) -> StoreEntry:

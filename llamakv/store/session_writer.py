@@ -15,6 +15,7 @@ from llamakv.errors import (
     FormatError,
     LlamakvError,
     NotASessionError,
+    NotFoundError,
     UsageError,
     WriteError,
 )
@@ -103,8 +104,9 @@ def create_session(
         raise ValueError("sections to keep need a source")
     check_writable(path, overwrite=overwrite)
     with contextlib.ExitStack() as stack:
-        if overwrite and path.exists():
-            stack.enter_context(files.locked(path))
+        if overwrite:
+            with contextlib.suppress(NotFoundError):  # there is nothing, or it was removed just now
+                stack.enter_context(files.locked(path))
         store = stack.enter_context(_object_writer(path))
         fd = stack.enter_context(files.replacement(path, overwrite=overwrite))
         file = FileWriter(fd, path, format.N_HEADER)
@@ -174,17 +176,25 @@ def change_lineage(path: str | os.PathLike[str], change: Callable[[Lineage], Lin
     if record == base.record:
         return base
     is_partial = base.n_cells_held < len(record.tokens) - 1
-    used_ns = os.stat(base.path).st_mtime_ns
+    with files.reading(base.path):
+        used_ns = os.stat(base.path).st_mtime_ns
     info = extend_session(base, record, keep=base.sections, new=(), is_partial=is_partial)
     files.set_time(base.path, used_ns)
     return info
 
 
+def mark_used(path: str | os.PathLike[str]) -> None:
+    """Note that a session of a store was used now; of other files, and where the system forbids it, nothing changes."""
+    path = Path(path)
+    if is_store(path.parent):
+        files.set_time(path)
+
+
 def compact_session(path: str | os.PathLike[str]) -> SessionInfo:
     """Rewrite a session file without its dead bytes; a file without any is left alone.
 
-    Sections are copied as they are, so damage in one stays what it is. Readers keep what they have open. On failure
-    the file is as it was.
+    Sections are copied as they are, so damage in one stays what it is; in a store, where sections of the file's own
+    become objects, damage is an error. Readers keep what they have open. On failure the file is as it was.
 
     Raises: NotFoundError, FormatError, LockedError, ConflictError (replaced meanwhile), WriteError.
     """
@@ -193,7 +203,14 @@ def compact_session(path: str | os.PathLike[str]) -> SessionInfo:
     files.remove_stale_temporaries(path.parent)
     with files.locked(path) as fd:
         info = load_info(fd, path)
-        return _compact(fd, info) if info.n_dead_bytes else info
+        if not info.n_dead_bytes:
+            return info
+        if not is_store(path.parent):
+            return _compact(fd, info)
+        is_partial = info.n_cells_held < len(info.record.tokens) - 1
+        return _replace_index(
+            fd, info, info.record, info.sections, (), compress=AUTO, on_section=None, is_partial=is_partial
+        )
 
 
 # ---------------------------------------------------------------- private
@@ -286,6 +303,7 @@ def _append(
     path, n_before, generation = base.path, base.commit.n_file, base.generation + 1
     slot = format.slot_offset(generation)
     slot_before = files.read_at(fd, format.N_SECTOR, slot, path)
+    sector_before = files.read_at(fd, format.N_SECTOR, 0, path)
     if files.file_length(fd) > n_before:
         files.cut(fd, n_before, path)  # left by a writer that was killed
     is_slot_written = False
@@ -293,7 +311,7 @@ def _append(
         writer = FileWriter(fd, path, n_before)
         stored = [*keep, *_told(add_all(writer, new, compress), on_section)]
         commit = writer.finish(record, stored, generation=generation, is_partial=is_partial)
-        if files.read_at(fd, format.N_SECTOR, 0, path) != format.first_sector():
+        if sector_before != format.first_sector():
             files.write_at(fd, [format.first_sector()], 0, path)  # a later version reads what earlier ones wrote
         files.sync(fd, path)  # data before what refers to it
         is_slot_written = True
@@ -305,6 +323,8 @@ def _append(
             if is_slot_written:
                 files.write_at(fd, [slot_before], slot, path)
                 files.sync(fd, path)
+            if sector_before != format.first_sector():
+                files.write_at(fd, [sector_before], 0, path)
             files.cut(fd, n_before, path)
         raise
 

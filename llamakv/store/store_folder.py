@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from llamakv.errors import DamagedError, NewerFormatError, NotFoundError
+from llamakv.errors import DamagedError, ExistsError, NewerFormatError, NotFoundError
 from llamakv.store import files
 from llamakv.store.objects import FOLDER
 
@@ -27,13 +29,30 @@ class StoreBudget:
     ttl_s: float | None = None
 
 
+class Limited(Protocol):
+    """What says of itself whether it may expire: a session's lineage or summary."""
+
+    @property
+    def pinned(self) -> bool: ...
+
+    @property
+    def ttl_s(self) -> float | None: ...
+
+
+def limit_of(session: Limited, ttl_s: float | None) -> float | None:
+    """Return how long a session may stay unused: as long as it says itself, else as its store does; None: for ever."""
+    if session.pinned:
+        return None
+    return session.ttl_s if session.ttl_s is not None else ttl_s
+
+
 def is_store(folder: Path) -> bool:
     """Return whether sessions saved into ``folder`` share their sections."""
     return os.path.lexists(folder / MARKER) or os.path.isdir(folder / FOLDER)
 
 
 def make_store(root: Path) -> None:
-    """Make a folder a store (mode 0700 if it is new); one that is there already is left alone.
+    """Make a folder a store (mode 0700 if it is new); one that is there already, made meanwhile even, is left alone.
 
     Raises: WriteError, NewerFormatError, DamagedError.
     """
@@ -41,7 +60,9 @@ def make_store(root: Path) -> None:
         read_budget(root)
         return
     files.make_private_folder(root)
-    write_budget(root, StoreBudget())
+    path = root / MARKER
+    with contextlib.suppress(ExistsError), files.replacement(path, overwrite=False) as fd:
+        files.write_at(fd, [_pack(StoreBudget())], 0, path)
 
 
 def read_budget(root: Path) -> StoreBudget:
@@ -83,8 +104,12 @@ def read_budget(root: Path) -> StoreBudget:
 
 def write_budget(root: Path, budget: StoreBudget) -> None:
     """Set a store's budget. Raises: WriteError."""
+    files.replace_small_file(root / MARKER, _pack(budget))
+
+
+def _pack(budget: StoreBudget) -> bytes:
     values = {_VERSION_KEY: VERSION, "max_bytes": budget.max_bytes, "ttl_s": budget.ttl_s}
-    files.replace_small_file(root / MARKER, json.dumps(values).encode() + b"\n")
+    return json.dumps(values).encode() + b"\n"
 
 
 def _damaged(path: Path) -> DamagedError:

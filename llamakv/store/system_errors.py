@@ -47,3 +47,8 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ReadError(f"cannot read '{path}': {reason}", path=str(path), errno=error.errno) from error
+
+
+def is_lost(error: ReadError) -> bool:
+    """Return whether what could not be read is gone (a failing disk), not only forbidden."""
+    return error.fields.get("errno") == errno.EIO

@@ -16,7 +16,10 @@ from llamakv import __version__
 from llamakv.cli import app
 from tests.cli.conftest import Ran
 
-COMMANDS = ["chat", "save", "load", "fork", "inspect", "ls", "rm", "verify", "compact"]
+COMMANDS = [
+    "chat", "save", "warm", "load", "fork", "inspect", "ls", "rm", "verify", "repair", "compact", "budget", "prune", "gc",
+    "log", "diff", "tag", "note", "pin", "unpin", "mv", "cp", "export", "import",
+]  # fmt: skip
 EVERYWHERE = {"--json", "--verbose", "--quiet"}
 OF_A_MODEL = {
     "--model", "--model-dir", "--lora", "--gpu-layers", "--threads", "--n-ctx", "--type-k", "--type-v", "--flash-attn",
@@ -108,6 +111,9 @@ def test_version_names_the_engine_without_importing_it(run: Callable[..., Ran]) 
         ("chat", "--help"),
         ("fork", "--help"),
         ("ls",),
+        ("verify",),
+        ("prune",),
+        ("inspect", "--store"),
         ("inspect", "missing.bin"),
         ("rm", "-y", "missing.bin"),
     ],

@@ -29,7 +29,7 @@ class TestLs:
         (home / "store" / "broken.bin").write_bytes(make_session(home / "x.bin").read_bytes()[:300])
         ran = run("ls")
         heading, *rows = ran.out.splitlines()
-        assert heading.split() == ["NAME", "TOKENS", "TURNS", "SIZE", "SAVED", "MODEL"]
+        assert heading.split() == ["NAME", "TOKENS", "TURNS", "SIZE", "SAVED", "LABELS", "MODEL"]
         assert [row.split()[0] for row in rows] == ["new", "old", "broken"]
         assert "1,234" in rows[0]
         assert "damaged" in rows[2]

@@ -137,7 +137,7 @@ def test_escape_codes_in_names_do_not_reach_the_terminal(run: Callable[..., Ran]
 def test_a_bug_is_one_line_and_a_traceback_only_with_v(
     run: Callable[..., Ran], session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Path) -> None:
+    def fail(_: Path, **_options: object) -> None:
         raise RuntimeError("[boom]\nsecond line")
 
     monkeypatch.setattr("llamakv.ops.inspect.inspect_session", fail)
@@ -155,7 +155,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_v(
 def test_a_signal_that_an_import_turned_into_another_error_is_still_a_signal(
     run: Callable[..., Ran], session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(_: Path) -> None:
+    def load(_: Path, **_options: object) -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except Exception as error:

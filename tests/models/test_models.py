@@ -10,6 +10,7 @@ import llama_cpp as native
 import numpy as np
 import pytest
 
+from llamakv.engine.llamacpp.native import native_log
 from tests.conftest import TinyModels
 from tests.models import templates, writer
 from tests.models.vocabulary import BOS, EOS, FIRST_BYTE, FIRST_TEXT, IM_END, IM_START, N_TOKENS, vocabulary
@@ -20,13 +21,9 @@ N_BATCH = 256
 DENSE = ("M", "MS", "MH", "MH2")  # have an attention cache
 
 
-@native.llama_log_callback  # type: ignore[untyped-decorator]
-def _quiet(level: int, text: bytes, user_data: object) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def _quiet_engine() -> None:
-    native.llama_log_set(_quiet, ctypes.c_void_p(0))
+    native_log().sink = None  # a callback of our own would take the log away from the tests that come after these
 
 
 class Engine:

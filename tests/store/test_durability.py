@@ -60,7 +60,7 @@ def compact(base):
 
 # ---------------------------------------------------------------- a writer that dies or fails after each step
 
-STEPS = ("write_at", "sync", "cut", "_publish", "sync_folder")
+STEPS = ("write_at", "sync", "cut", "publish", "sync_folder", "discard")
 
 
 class Died(BaseException):
@@ -74,6 +74,12 @@ class FailingFiles:
         self.n_left, self.dies, self.n_bytes, self.has_failed = n_steps, dies, n_bytes, False
         for name in STEPS:
             monkeypatch.setattr(files, name, self._wrap(name, getattr(files, name)))
+        self._unlink = os.unlink
+        monkeypatch.setattr(os, "unlink", self.unlink)
+
+    def unlink(self, *arguments, **options):
+        if not (self.has_failed and self.dies):
+            self._unlink(*arguments, **options)
 
     def _wrap(self, name, real):
         def step(*arguments, **options):
@@ -199,7 +205,7 @@ def test_a_new_file_is_synced_before_it_is_renamed_and_its_folder_after(path, mo
             files, name, lambda *a, _name=name, _real=real, **o: (calls.append(_name), _real(*a, **o))[1]
         )
     two_sections(path)
-    assert calls[-3:] == ["sync", "_publish", "sync_folder"]
+    assert calls[-3:] == ["sync", "publish", "sync_folder"]
     assert set(calls[:-3]) == {"write_at"}
 
 

@@ -16,6 +16,7 @@ HOMES = {
     "fcntl": {"files", "locks"},
     "mmap": {"digests"},
     "numpy": {"planes"},
+    "sqlite3": {"cache_database"},
 }
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import LockedError, NotASessionError, NotFoundError, UsageError, WriteError
+from llamakv.errors import DamagedError, LockedError, NotASessionError, NotFoundError, UsageError, WriteError
 from llamakv.store import files
+from llamakv.store.collector import Collected
+from llamakv.store.objects import Objects
 from llamakv.store.session_file import create_session
 from llamakv.store.session_store import SessionStore, check_name
 from tests.store.samples import cells, make_record
@@ -90,7 +92,10 @@ def test_possible_names_can_be_saved_and_listed(store, name):
 
 def test_the_folder_appears_with_the_first_write_and_is_private(store):
     store.resolve("notes")
-    assert (store.names(), store.list(), store.remove_stale_temporaries()) == ((), (), ())
+    assert (store.names(), store.list()) == ((), ())
+    collected = store.collect()
+    assert collected is not None
+    assert (collected.n_objects, collected.n_temporaries) == (0, 0)
     with pytest.raises(NotFoundError):
         store.latest()
     assert not store.root.parent.exists()
@@ -103,9 +108,18 @@ def test_the_folder_appears_with_the_first_write_and_is_private(store):
     assert stat.S_IMODE(store.root.parent.stat().st_mode) == 0o700
 
 
-def test_a_path_reference_creates_no_folder(store, tmp_path):
+def test_a_path_reference_makes_no_store(store, tmp_path):
     store.resolve_for_writing(str(tmp_path / "x.bin"))
     assert not store.root.exists()
+    store.root.mkdir(parents=True)
+    info = save(store.resolve_for_writing(str(store.root / "x.bin")))
+    assert not info.in_store
+    assert os.listdir(store.root) == ["x.bin"]
+    info = save(store.resolve_for_writing("y"))
+    assert info.in_store
+    info = save(store.resolve_for_writing(str(store.root / "z.bin")))
+    assert info.in_store, "in the folder of a store"
+    assert store.names() == ("x", "y", "z")
 
 
 def test_a_store_that_is_a_file_is_a_write_error(store):
@@ -190,14 +204,50 @@ def test_removing_a_link_leaves_what_it_points_to(store):
 
 def test_a_session_being_written_is_not_removed(store):
     info = save_named(store, "one")
+    save_named(store, "another")
     with files.locked(info.path), pytest.raises(LockedError):
-        store.remove("one")
+        store.remove("another", "one")
+    assert store.names() == ("another", "one")
+
+
+def test_sessions_removed_before_one_that_could_not_be_take_their_sections_along(store, monkeypatch):
+    info = save_named(store, "one")
+    record = make_record(5, session_id="other")
+    create_session(store.resolve("another"), record, [cells(0, 4, seed=1)])
+    monkeypatch.setattr(files, "is_locked", lambda path: False)  # it is only just about to be
+    with files.locked(info.path), pytest.raises(LockedError):
+        store.remove("another", "one")
     assert store.names() == ("one",)
+    assert [digest for digest, _ in Objects(store.root).all()] == [info.sections[0].digest]
 
 
-def test_stale_temporaries_are_removed(store):
-    save_named(store, "one")
-    stale = store.root / ".llamakv-0011223344556677.tmp"
-    stale.touch()
-    assert store.remove_stale_temporaries() == (stale,)
-    assert os.listdir(store.root) == ["one.bin"]
+def test_stale_temporaries_are_collected(store):
+    store.resolve_for_writing("one")
+    for n_objects in (0, 1):
+        stale = store.root / ".llamakv-0011223344556677.tmp"
+        stale.touch()
+        assert store.collect() == Collected(n_objects=0, n_bytes=0, n_temporaries=1)
+        assert not stale.exists()
+        assert len(list(Objects(store.root).all())) == n_objects
+        if not n_objects:
+            save_named(store, "one")
+
+
+def test_a_store_whose_marker_is_damaged_lists_its_sessions_and_refuses_the_rest(store):
+    info = save_named(store, "one")
+    for content in (b"", b"[]", b"null", b'{"llamakv_store": true}', b'{"llamakv_store": 0}', b"[" * 9999, b"\xff"):
+        (store.root / ".store").write_bytes(content)
+        assert [entry.info for entry in store.list()] == [info]
+        for change in (
+            lambda: store.resolve("one"),
+            lambda: store.resolve_for_writing("two"),
+            lambda: store.remove("one"),
+            lambda: store.remove(str(info.path)),
+            store.collect,
+            lambda: save(store.root / "two.bin"),
+        ):
+            with pytest.raises(DamagedError, match="damaged store") as caught:
+                change()
+            assert "llamakv repair" in (caught.value.hint or "")
+        assert (store.root / ".store").read_bytes() == content
+    assert store.names() == ("one",)

@@ -14,9 +14,11 @@ from llamakv.cli import config, describe, requests, streams
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import (
     SESSIONS,
+    BudgetGroup,
     Force,
     MemoryGroup,
     ModelGroup,
+    NoReuse,
     SamplingGroup,
     SaveRef,
     StoreGroup,
@@ -48,10 +50,12 @@ def chat(
     memory: MemoryGroup,
     sampling: SamplingGroup,
     store: StoreGroup,
+    budget: BudgetGroup,
     message: Messages = None,
     system: System = None,
     resume: Resume = None,
     save: SaveRef = None,
+    no_reuse: NoReuse = False,
     force: Force = False,
 ) -> None:
     """Talk to a model, and keep what it has read; without a terminal, answer each line of standard input.
@@ -64,7 +68,13 @@ def chat(
     if any(not text.strip() for text in message or ()):
         raise UsageError("a message is empty", hint="give --message a text")
     root = config.store_dir(store.store)
-    found = None if resume is None else refs.existing(root, resume, hint=f"begin it: llamakv chat --save {resume}")
+    hint = f"begin it: llamakv chat --save {resume}"
+    found, at = (None, None) if resume is None else refs.existing_at(root, resume, hint=hint)
+    if found is not None and at is not None and save is None:
+        raise UsageError(
+            f"going on from {resume} would give up what comes after it in {refs.shown(found)}",
+            hint=f"name a session for the other way on: --save {refs.shown(found)}-2",
+        )
     kept = None
     if save is not None:
         hint = f"go on with it: llamakv chat --resume {save} (or replace it: --force)"
@@ -77,14 +87,17 @@ def chat(
         sampling=requests.sampling_options(sampling),
         options=requests.resume_options(memory),
         resume=None if found is None else found.path,
+        at=at,
         save=None if kept is None else kept.path,
         name=None if kept is None else kept.name,
         system=system,
         overwrite=force,
         compress=requests.compress(memory),
+        reuse_from=None if no_reuse else root,
+        budget=requests.budget(budget),
     )
     with _opened(output, request) as conversation:
-        shown = None if found is None else refs.shown(found)
+        shown = None if found is None else refs.shown(found, at)
         saved_as = shown if kept is None else refs.shown(kept)
         if texts is not None:
             _answer_all(output, conversation, texts, resumed=shown)

@@ -15,6 +15,7 @@ from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import (
     OUTPUT,
     SESSIONS,
+    BudgetGroup,
     Force,
     MemoryGroup,
     ModelGroup,
@@ -119,6 +120,7 @@ def fork(
     memory: MemoryGroup,
     sampling: SamplingGroup,
     store: StoreGroup,
+    budget: BudgetGroup,
     texts: Texts = None,
     prompts: PromptsFile = None,
     kind: InputFormat = "auto",
@@ -146,7 +148,9 @@ def fork(
         option = "--json" if output.json else "--skip-done"
         raise UsageError(f"{option} needs JSON lines", hint="leave out --format")
     root = config.store_dir(store.store)
-    found = refs.existing(root, ref)
+    found, place = refs.existing_at(root, ref)
+    if place is not None and at is not None:
+        raise UsageError(f"{ref} names a place already, beside --at {at}", hint="leave out one of them")
     asked = _prompts(ref, texts or [], prompts, cast("PromptFormat", kind), template, samples)
     if parallel is not None and parallel > N_PARALLEL_MAX:
         output.notice(f"--parallel {parallel} is more than the engine can: {N_PARALLEL_MAX} at the same time")
@@ -159,7 +163,7 @@ def fork(
             options=requests.resume_options(memory),
             path=found.path,
             prompts=asked,
-            at=at,
+            at=at or place,
             n_samples=samples,
             n_parallel=min(parallel or N_PARALLEL, N_PARALLEL_MAX),
             unordered=unordered,
@@ -168,6 +172,7 @@ def fork(
             save_as=None if save_as is None else _naming(root, save_as),
             overwrite=force,
             compress=requests.compress(memory),
+            budget=requests.budget(budget),
         )
 
         def on_result(result: BranchResult) -> None:

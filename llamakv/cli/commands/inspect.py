@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from llamakv.cli import config, describe
 from llamakv.cli.commands.grouping import takes_options
-from llamakv.cli.commands.options import Ref, StoreGroup
+from llamakv.cli.commands.options import StoreGroup, complete_session
+from llamakv.cli.commands.store_report import inspect_store
 from llamakv.cli.output import Json, Output, to_json
 from llamakv.errors import UsageError
 
@@ -19,22 +23,48 @@ if TYPE_CHECKING:
 MOST_ROWS = 12
 
 History = Annotated[bool, typer.Option("--history", metavar="", help="Print all messages instead, with their roles.")]
+OptionalRef = Annotated[
+    str | None,
+    typer.Argument(metavar="[REF]", autocompletion=complete_session, show_default=False,
+                   help="Session: a name in the store, or a path to a session file. None: see --store."),
+]  # fmt: skip
 Tokens = Annotated[bool, typer.Option("--tokens", metavar="", help="Print all token ids instead, one a line.")]
 Sections = Annotated[
     bool, typer.Option("--sections", metavar="", help=f"List all sections, not the first {MOST_ROWS} only.")
 ]
 
 
+class InspectCommand(TyperCommand):
+    """Knows ``--store`` without a folder, which is the default store."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """See ``TyperCommand``."""
+        return super().make_context(info_name, _with_folders(args), *rest, **extra)
+
+
+def _with_folders(arguments: Sequence[str]) -> list[str]:
+    """Arguments in which each ``--store`` has a folder: the default one where nothing follows, or another option."""
+    found: list[str] = []
+    is_option = True
+    for index, argument in enumerate(arguments):
+        found.append(argument)
+        is_option = is_option and argument != "--"
+        is_bare = index + 1 == len(arguments) or arguments[index + 1].startswith("-")
+        if is_option and argument == "--store" and is_bare:
+            found.append(str(config.store_dir(None)))
+    return found
+
+
 @takes_options
 def inspect(
     output: Output,
-    ref: Ref,
     store: StoreGroup,
+    ref: OptionalRef = None,
     history: History = False,
     tokens: Tokens = False,
     sections: Sections = False,
 ) -> None:
-    """Show what a session holds: model, settings, tokens, messages, and its size in memory and on disk.
+    """Show what a session holds and takes or, with --store alone, what a whole store does.
 
     Example: llamakv inspect session.bin
     """
@@ -43,8 +73,15 @@ def inspect(
 
     if history and tokens:
         raise UsageError("--history and --tokens exclude each other", hint=f"llamakv inspect --history {ref}")
-    found = refs.existing(config.store_dir(store.store), ref)
-    report = inspect_session(found.path)
+    if ref is None:
+        if store.store is None or history or tokens or sections:
+            raise UsageError("missing argument 'REF': a session, or --store alone", hint="llamakv inspect --store")
+        inspect_store(output, config.store_dir(store.store))
+        return
+    found, at = refs.existing_at(config.store_dir(store.store), ref)
+    report = inspect_session(found.path, at=at)
+    if at is not None:
+        found = replace(found, ref=ref, name=refs.shown(found, at))
     if output.json:
         output.document(_report_json(found, report, history=history, tokens=tokens))
     elif history:

@@ -9,17 +9,31 @@ import typer
 from llamakv.cli import config, describe, requests
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import (
+    BudgetGroup,
     Force,
     MemoryGroup,
     ModelGroup,
-    Ref,
+    NoReuse,
     SamplingGroup,
     SaveRef,
     StoreGroup,
+    complete_session,
 )
 from llamakv.cli.output import Output
 from llamakv.errors import UsageError
 
+OptionalRef = Annotated[
+    str | None,
+    typer.Argument(metavar="[REF]", autocompletion=complete_session, show_default=False,
+                   help="Session: a name in the store, or a path (default: a new one, not saved without --save)."),
+]  # fmt: skip
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="System prompt of a new conversation (no REF).")
+]
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", metavar="", help="Continue the prompt as it is, without the model's chat template (no REF)."),
+]
 Prompt = Annotated[
     str | None,
     typer.Option("--prompt", "-p", metavar="TEXT",
@@ -30,16 +44,20 @@ Prompt = Annotated[
 @takes_options
 def load(
     output: Output,
-    ref: Ref,
     model: ModelGroup,
     memory: MemoryGroup,
     sampling: SamplingGroup,
     store: StoreGroup,
+    budget: BudgetGroup,
+    ref: OptionalRef = None,
     prompt: Prompt = None,
+    system: System = None,
+    raw: Raw = False,
     save: SaveRef = None,
+    no_reuse: NoReuse = False,
     force: Force = False,
 ) -> None:
-    """Restore a session, answer once on standard output, and leave the session as it was.
+    """Restore a session, answer once on standard output, and leave the session as it was; or answer without one.
 
     Example: llamakv load report.bin -p "What does it cost?"
     """
@@ -48,24 +66,37 @@ def load(
     from llamakv.ops.requests import LoadRequest
 
     root = config.store_dir(store.store)
-    found = refs.existing(root, ref)
+    if ref is None and prompt is None:
+        raise UsageError("nothing to answer: name a session, or give a prompt", hint="llamakv load REF -p TEXT")
+    if ref is not None and (system is not None or raw):
+        raise UsageError(
+            "--system and --raw are for a new conversation or text", hint="leave out the session, or these"
+        )
+    if raw and system is not None:
+        raise UsageError("--raw has no system prompt: text is read as it is", hint="leave out --system or --raw")
+    found, at = (None, None) if ref is None else refs.existing_at(root, ref)
     kept = None
     if save is not None:
         kept = refs.fresh(root, save, overwrite=force, hint="add --force to replace it")
     text = requests.read_text("-") if prompt == "-" else prompt
     if text is not None and not text.strip():
-        raise UsageError("the prompt is empty", hint=f'llamakv load {ref} -p "your question"')
+        raise UsageError("the prompt is empty", hint=f'llamakv load {ref or ""} -p "your question"'.replace("  ", " "))
     request = LoadRequest(
         model=requests.model_request(output, model, memory),
         memory=requests.memory_options(memory),
         sampling=requests.sampling_options(sampling),
         options=requests.resume_options(memory),
-        path=found.path,
+        path=None if found is None else found.path,
+        at=at,
         prompt=text,
         save=None if kept is None else kept.path,
         name=None if kept is None else kept.name,
         overwrite=force,
         compress=requests.compress(memory),
+        system=system,
+        raw=raw,
+        reuse_from=None if no_reuse else root,
+        budget=requests.budget(budget),
     )
     from llamakv.ops.load import load_once
 
@@ -77,4 +108,4 @@ def load(
         output.note(describe.answer_line(answer))
     if answer.finish_reason == "interrupted":
         output.interrupts.check()
-    output.document({"session": refs.shown(found), **describe.answer_json(answer)})
+    output.document({"session": None if found is None else refs.shown(found, at), **describe.answer_json(answer)})

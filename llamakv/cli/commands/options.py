@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 from llamakv.cli import config
-from llamakv.cli.commands.values import bias, lora, n_tokens, not_empty, offers, one_of, real, whole
+from llamakv.cli.commands.values import (
+    bias,
+    lora,
+    n_tokens,
+    not_empty,
+    offers,
+    one_of,
+    real,
+    size_limit,
+    time_limit,
+    whole,
+)
 from llamakv.errors import LlamakvError
 
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -28,10 +39,10 @@ def complete_session(incomplete: str) -> list[str]:
 
 def session_names(root: Path) -> list[str]:
     """Names in a store; none if it cannot be listed: who completes a word must never see an error."""
-    from llamakv.ops.sessions import list_sessions
+    from llamakv.ops import listing
 
     try:
-        return [str(found.name) for found in list_sessions(root)]
+        return list(listing.session_names(root))
     except LlamakvError:
         return []
 
@@ -235,6 +246,27 @@ class StoreGroup:
     ] = None  # fmt: skip
 
 
+MaxBytes = Annotated[
+    float | None,
+    typer.Option("--max-bytes", metavar="SIZE", parser=size_limit, rich_help_panel=SESSIONS,
+                 help=f"Most the store may take: 100MB, 20GiB, none (default: ${config.MAX_BYTES_VARIABLE} or its "
+                      "own budget)."),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetGroup:
+    """What the store may take while this is saved, and how long what is saved stays."""
+
+    max_bytes: MaxBytes = None
+    ttl: Annotated[
+        float | None,
+        typer.Option("--ttl", metavar="TIME", parser=time_limit, rich_help_panel=SESSIONS,
+                     help="Let what is saved expire when unused for so long: 12h, 7d, none (default: as it says, "
+                          "or its store)."),
+    ] = None  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGroup:
     """What is shown; every command has these."""
@@ -261,6 +293,11 @@ Ref = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", metavar="", rich_help_panel=SESSIONS, help="Replace the session that is there.")
 ]
+NoReuse = Annotated[
+    bool,
+    typer.Option("--no-reuse", metavar="", rich_help_panel=SESSIONS,
+                 help="Read all of the text, also what a session in the store begins with."),
+]  # fmt: skip
 SaveRef = Annotated[
     str | None,
     typer.Option("--save", metavar="REF", rich_help_panel=SESSIONS, autocompletion=complete_session,

@@ -9,9 +9,11 @@ import typer
 from llamakv.cli import config, describe, requests
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import (
+    BudgetGroup,
     Force,
     MemoryGroup,
     ModelGroup,
+    NoReuse,
     Ref,
     SamplingGroup,
     StoreGroup,
@@ -40,9 +42,11 @@ def save(
     memory: MemoryGroup,
     sampling: SamplingGroup,
     store: StoreGroup,
+    budget: BudgetGroup,
     file: File = None,
     system: System = None,
     raw: Raw = False,
+    no_reuse: NoReuse = False,
     force: Force = False,
 ) -> None:
     """Read a text once and save what the model has read, for many questions later.
@@ -57,7 +61,8 @@ def save(
         raise UsageError("--raw has no system prompt: text is read as it is", hint="leave out --system or --raw")
     if file is None and not system:
         raise UsageError("nothing to read: give a text or a system prompt", hint=f"llamakv save -f FILE {ref}")
-    target = refs.target(config.store_dir(store.store), ref)
+    root = config.store_dir(store.store)
+    target = refs.target(root, ref)
     text = None if file is None else requests.read_text(file)
     if text == "" and not system:
         raise UsageError(f"{requests.input_name(file)} is empty", hint=f"llamakv save -f FILE {ref}")
@@ -73,6 +78,8 @@ def save(
         raw=raw,
         overwrite=force,
         compress=requests.compress(memory),
+        reuse_from=None if no_reuse else root,
+        budget=requests.budget(budget),
     )
     from llamakv.ops.save import save_prefix
 

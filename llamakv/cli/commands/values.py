@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import TypeVar
 
 import typer
+
+from llamakv.cli import config
+from llamakv.errors import UsageError
+
+Value = TypeVar("Value")
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -52,6 +60,56 @@ def n_tokens(text: str) -> int:
     if value == 0:
         raise typer.BadParameter("it must be at least 1, or -1 for no limit")
     return value
+
+
+_BYTES = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def size_limit(text: str) -> float:
+    """A number of bytes (``100MB``, ``20GiB``, ``1.5G``; powers of a thousand unless it says ``i``), or ``none``, which
+    is infinity."""
+    if text == "none":
+        return math.inf
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text, re.ASCII)
+    if found is None or (found[3] and not found[2]):
+        raise typer.BadParameter(f"{text!r} is not a size (such as 100MB, 20GiB or 1.5G) or none")
+    unit = _BYTES[found[2].upper()]
+    if found[3]:
+        unit = 1 << (10 * round(math.log(unit, 1000)))
+    n_bytes = int(Fraction(found[1]) * unit)
+    if not 0 < n_bytes < 1 << 62:
+        raise typer.BadParameter("it must be at least one byte, and less than 4 EiB")
+    return n_bytes
+
+
+def time_span(text: str) -> float:
+    """A number of seconds: ``90``, ``30m``, ``12h``, ``7d``, ``2w``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text, re.ASCII)
+    if found is None or found[2] not in _SECONDS:
+        raise typer.BadParameter(f"{text!r} is not a time (such as 30m, 12h, 7d, 2w, or seconds)")
+    elapsed_s = float(found[1]) * _SECONDS[found[2]]
+    if not 0 < elapsed_s < 1e10:
+        raise typer.BadParameter("it must be more than 0, and less than 300 years")
+    return elapsed_s
+
+
+def time_limit(text: str) -> float:
+    """As ``time_span``, or ``none``, which is infinity."""
+    return math.inf if text == "none" else time_span(text)
+
+
+def of_variable(name: str, parse: Callable[[str], Value]) -> Value | None:
+    """What an environment variable says; None if it is not set.
+
+    Raises:
+        UsageError: it cannot be parsed.
+    """
+    text = config.variable(name)
+    try:
+        return None if text is None else parse(text)
+    except typer.BadParameter as error:
+        raise UsageError(f"{name}: {error}", name=name) from error
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

@@ -14,11 +14,14 @@ from rich.text import Text
 
 from llamakv.cli import streams
 from llamakv.cli.output import has_colour
+from llamakv.cli.render.tables import ALARMING, DIM, table_text
+from llamakv.cli.render.tables import Cell as Cell
+from llamakv.cli.render.trees import TreeLine as TreeLine
+from llamakv.cli.render.trees import tree_text
+from llamakv.ops.sizes import size as size
 
 WIDE = 10_000
 """Columns of something that is not a terminal: nothing is wrapped or cut there."""
-
-Cell = str | Text
 
 
 # ---------------------------------------------------------------- numbers
@@ -27,17 +30,6 @@ Cell = str | Text
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """A number with its noun: ``1,234 tokens``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
-
-
-def size(n_bytes: int) -> str:
-    """Bytes for people, in powers of a thousand: ``12.3 MB``."""
-    value = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            digits = 0 if unit == "B" or value >= 99.95 else 1
-            return f"{value:.{digits}f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def seconds(elapsed_s: float) -> str:
@@ -51,6 +43,14 @@ def seconds(elapsed_s: float) -> str:
         return f"{minutes} min {rest:02} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min"
+
+
+def span(elapsed_s: float) -> str:
+    """A stretch of time in its largest unit: ``7 d``, ``1.5 h``, ``30 min``."""
+    for unit, length in (("y", 365 * 86400), ("d", 86400), ("h", 3600), ("min", 60)):
+        if elapsed_s >= length:
+            return f"{elapsed_s / length:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{elapsed_s:.0f} s"
 
 
 def rate(n_tokens: int, elapsed_s: float) -> str:
@@ -79,6 +79,13 @@ def excerpt(text: str, n_most: int | None = None) -> str:
     """A text on one line, cut after ``n_most`` characters."""
     line = " ".join(streams.harmless(text).split())
     return line if n_most is None or len(line) <= n_most else line[: n_most - 1] + "…"
+
+
+def fitted(text: str, n_columns: int) -> str:
+    """A text on one line, cut to so many columns of a terminal."""
+    line = Text(excerpt(text[: 8 * n_columns]))  # what is cut anyway need not be measured
+    line.truncate(n_columns, overflow="ellipsis")
+    return line.plain
 
 
 # ---------------------------------------------------------------- reports
@@ -127,17 +134,12 @@ def report(rows: Iterable[tuple[str, Cell]]) -> str:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], *, right: Sequence[int] = ()) -> str:
     """A table; the columns whose numbers are in ``right`` are aligned there."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, heading in enumerate(headings):
-        grid.add_column(
-            heading,
-            justify="right" if index in right else "left",
-            overflow="fold" if index == 0 else "ellipsis",
-            no_wrap=index != 0,
-        )
-    for row in rows:
-        grid.add_row(*(cell if isinstance(cell, Text) else Text(streams.one_line(cell)) for cell in row))
-    return _rendered(grid)
+    return table_text(headings, rows, right=right, width=width(), colour=has_colour(sys.stdout))
+
+
+def tree(lines: Iterable[TreeLine]) -> str:
+    """A tree, from the top down."""
+    return tree_text(lines, width=width(), colour=has_colour(sys.stdout))
 
 
 def heading(text: str) -> str:
@@ -147,9 +149,9 @@ def heading(text: str) -> str:
 
 def dim(text: str) -> Text:
     """Text of lesser importance."""
-    return Text(text, style="dim")
+    return Text(text, style=DIM)
 
 
 def alarm(text: str) -> Text:
     """Text that must not be missed."""
-    return Text(text, style="bold red")
+    return Text(text, style=ALARMING)

@@ -20,9 +20,12 @@ _PHASES = {
     "restore": "restoring",
     "save": "saving",
     "answers": "answering",
+    "survey": "looking at sessions",
+    "verify": "checking",
+    "collect": "removing",
 }
-_IN_BYTES = frozenset({"digest", "load", "read"})
-_NOUNS = {"answers": "answer"}
+_IN_BYTES = frozenset({"digest", "load", "read", "verify"})
+_NOUNS = {"answers": "answer", "survey": "session", "collect": "section"}
 """What a phase counts, where that is not tokens."""
 
 _DELAY_S = 0.3

@@ -67,6 +67,12 @@ class LlamaSequence:
         self._n_settled = self.n_cells
 
     @property
+    def n_state_bytes(self) -> int:
+        """Bytes of its whole state; see the contract."""
+        with self._scheduler.lock:
+            return self._shared.native.state_size(self.cells.seq_id) if self.n_cells else 0
+
+    @property
     def finish_reason(self) -> str:
         """Why the last writing ended."""
         return self._finish_reason if self._run is None else self._run.finish_reason

@@ -1,0 +1,107 @@
+"""Reading prefixes that are needed often before they are needed, and keeping them for good: one session per prefix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llamakv.errors import AbortedError, ExistsError, InterruptedByUser, LlamakvError, NotFoundError
+from llamakv.ops.keeping import Keeper
+from llamakv.ops.matching import find_model, merge_memory
+from llamakv.ops.opening import OpenModel
+from llamakv.ops.requests import Reporter, SaveRequest
+from llamakv.ops.save import SaveResult, read_and_keep, tokens_of
+from llamakv.records import Lineage
+from llamakv.store.session_file import SessionInfo, change_lineage, check_writable, mark_used, read_session
+
+TAG = "warm"
+"""What marks a session as one that ``warm`` made, and may make again when its text has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """One prefix: what was read of it (None: the session was there already), or why it could not be; ``info`` is its
+    session."""
+
+    request: SaveRequest
+    info: SessionInfo | None = None
+    result: SaveResult | None = None
+    error: LlamakvError | None = None
+
+
+def warm_prefixes(requests: Sequence[SaveRequest], reporter: Reporter, *, on_result: Callable[[Warmed], None]) -> bool:
+    """Read each text with the same model, save it and pin it. What is there already stays; what ``warm`` made of a text
+    that has changed since is made again. ``on_result`` gets each as soon as it is done; what goes wrong with one is its
+    error. Returns False if it was interrupted.
+
+    Raises:
+        LlamakvError: the model cannot be used.
+    """
+    first = requests[0]
+    found = find_model(first.model, None, reporter)
+    memory = merge_memory(first.memory, None, None, may_change=True)
+    with OpenModel(found, first.model, memory, reporter=reporter) as opened:
+        opened.open_sequence()
+        for request in requests:
+            if reporter.should_abort():
+                return False
+            try:
+                warmed = _warm(opened, request, reporter)
+            except (AbortedError, InterruptedByUser):
+                return False
+            except LlamakvError as error:
+                warmed = Warmed(request=request, error=error)
+            on_result(warmed)
+            if warmed.result is not None and not warmed.result.complete:
+                return False
+    return True
+
+
+def _warm(opened: OpenModel, request: SaveRequest, reporter: Reporter) -> Warmed:
+    started = time.perf_counter()
+    there = _there(opened, request)
+    if there is not None:
+        mark_used(there.path)
+        return Warmed(request=request, info=_pinned(there))
+    check_writable(request.path, overwrite=request.overwrite or request.path.exists())
+    request = replace(request, overwrite=True)
+    keeper = Keeper(opened, None, compress=request.compress, budget=request.budget)
+    result = read_and_keep(opened, keeper, request, None, reporter, started=started)
+    return Warmed(request=request, info=_pinned(result.saved.info), result=result)
+
+
+def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
+    """The session of a prefix, if it holds just that and all of it.
+
+    Raises:
+        ExistsError: there is another session, which ``warm`` did not make.
+    """
+    try:
+        info = read_session(request.path)
+    except NotFoundError:
+        return None
+    record = info.record
+    is_own = TAG in record.lineage.tags
+    if record.tokens == tokens_of(opened, request) and info.n_cells_held == len(record.tokens) - 1:
+        same = (record.identity, record.settings, record.versions) == (
+            opened.identity,
+            opened.model.settings,
+            opened.model.versions,
+        )
+        if same:
+            return info
+    if not is_own and not request.overwrite:
+        raise ExistsError(
+            f"{request.path} holds another session ({len(record.tokens):,} tokens), which warm did not make",
+            hint="add --force to replace it, or rename the file",
+            path=str(request.path),
+        )
+    return None
+
+
+def _pinned(info: SessionInfo) -> SessionInfo:
+    def change(lineage: Lineage) -> Lineage:
+        return replace(lineage, pinned=True, tags=tuple(sorted({*lineage.tags, TAG})))
+
+    return change_lineage(info.path, change)

@@ -1,0 +1,162 @@
+"""What is in a store, and what each of its sessions takes: all indexes and the lengths of all objects, read at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from llamakv.errors import LlamakvError, NotFoundError
+from llamakv.records import Lineage, ModelIdentity
+from llamakv.store.collector import session_files
+from llamakv.store.objects import Objects
+from llamakv.store.session_info import SessionInfo
+from llamakv.store.session_reader import read_session
+from llamakv.store.summary import UnreadableSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyedSession:
+    """A session of a store: ``n_file_bytes`` is its index, with sections where it still has any of its own; ``digests``
+    are the objects it refers to, ``n_object_bytes`` long. ``n_raw_own`` and ``n_stored_own`` count sections in its
+    file."""
+
+    name: str
+    path: Path
+    used_s: float
+    lineage: Lineage
+    identity: ModelIdentity
+    n_tokens: int
+    n_cells_held: int
+    n_file_bytes: int
+    n_raw_own: int
+    n_stored_own: int
+    n_object_bytes: int
+    digests: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """A store as it was found. ``object_bytes`` is the length of each object there is, ``object_raw`` how many bytes of
+    state are in each that a session refers to."""
+
+    root: Path
+    sessions: tuple[SurveyedSession, ...]
+    unreadable: tuple[UnreadableSession, ...]
+    object_bytes: dict[str, int] = field(repr=False)
+    object_raw: dict[str, int] = field(repr=False)
+
+    @property
+    def n_index_bytes(self) -> int:
+        """Bytes of all session files."""
+        return sum(s.n_file_bytes for s in self.sessions) + sum(s.n_file_bytes for s in self.unreadable)
+
+    @property
+    def n_object_bytes(self) -> int:
+        """Bytes of all objects, those of no session included."""
+        return sum(self.object_bytes.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """All that counts against a budget."""
+        return self.n_index_bytes + self.n_object_bytes
+
+    @cached_property
+    def n_users(self) -> Counter[str]:
+        """How many sessions refer to each object."""
+        return Counter(digest for session in self.sessions for digest in session.digests)
+
+    @cached_property
+    def orphans(self) -> tuple[str, ...]:
+        """Objects that no session refers to; none where that cannot be told."""
+        return () if self.unreadable else tuple(digest for digest in self.object_bytes if digest not in self.n_users)
+
+    def n_bytes_of(self, sessions: Iterable[SurveyedSession]) -> int:
+        """Bytes of some sessions, what they share counted once."""
+        found = list(sessions)
+        digests = {digest for session in found for digest in session.digests}
+        return sum(session.n_file_bytes for session in found) + sum(map(self._length, digests))
+
+    def n_unique_bytes(self, session: SurveyedSession) -> int:
+        """Bytes that would be free without this session."""
+        alone = (digest for digest in session.digests if self.n_users[digest] == 1)
+        return session.n_file_bytes + sum(map(self._length, alone))
+
+    def n_shared_bytes(self, session: SurveyedSession) -> int:
+        """Bytes of its objects that others refer to as well."""
+        return sum(self._length(digest) for digest in session.digests if self.n_users[digest] > 1)
+
+    def _length(self, digest: str) -> int:
+        return self.object_bytes.get(digest, 0)
+
+
+def take_survey(root: Path, *, on_progress: Callable[[int, int], None] | None = None) -> Survey:
+    """Read a store's indexes and measure its objects. ``on_progress(n_done, n)`` counts sessions.
+
+    A session removed meanwhile is not there; one that cannot be read is among the ``unreadable``. Raises: ReadError
+    (the folder cannot be listed).
+    """
+    object_bytes = object_lengths(root)
+    names = {digest: digest for digest in object_bytes}  # one text for each digest, however many sessions refer to it
+    object_raw: dict[str, int] = {}
+    sessions: list[SurveyedSession] = []
+    unreadable: list[UnreadableSession] = []
+    found = sorted(session_files(root))
+    for index, (name, path, (_, n_bytes, used_ns, _)) in enumerate(found):
+        try:
+            info = read_session(path)
+        except NotFoundError:
+            continue
+        except LlamakvError as error:
+            unreadable.append(UnreadableSession(name=name, path=path, n_file_bytes=n_bytes, error=error))
+        else:
+            object_raw.update((section.digest, section.n_raw) for section in info.sections if section.in_store)
+            sessions.append(_surveyed(name, info, used_ns / 1e9, names, object_bytes))
+        if on_progress is not None:
+            on_progress(index + 1, len(found))
+    return Survey(
+        root=root,
+        sessions=tuple(sessions),
+        unreadable=tuple(unreadable),
+        object_bytes=object_bytes,
+        object_raw=object_raw,
+    )
+
+
+def _surveyed(
+    name: str, info: SessionInfo, used_s: float, names: dict[str, str], object_bytes: dict[str, int]
+) -> SurveyedSession:
+    record = info.record
+    own = [section for section in info.sections if not section.in_store]
+    digests = frozenset(names.setdefault(s.digest, s.digest) for s in info.sections if s.in_store)
+    return SurveyedSession(
+        name=name,
+        path=info.path,
+        used_s=used_s,
+        lineage=record.lineage,
+        identity=record.identity,
+        n_tokens=len(record.tokens),
+        n_cells_held=info.n_cells_held,
+        n_file_bytes=info.n_file_bytes,
+        n_raw_own=sum(section.n_raw for section in own),
+        n_stored_own=sum(section.n_stored for section in own),
+        n_object_bytes=sum(object_bytes.get(digest, 0) for digest in digests),
+        digests=digests,
+    )
+
+
+def object_lengths(root: Path) -> dict[str, int]:
+    """Return the length of each object of a store."""
+    found: dict[str, int] = {}
+    for digest, entry in Objects(root).all():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found[digest] = entry.stat(follow_symlinks=False).st_size
+    return found
+
+
+def n_bytes_on_disk(root: Path) -> int:
+    """Return the bytes of a store that count against a budget: session files and objects. Nothing is read."""
+    return sum(n for _, _, (_, n, _, _) in session_files(root)) + sum(object_lengths(root).values())
