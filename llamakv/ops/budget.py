@@ -19,6 +19,7 @@ from llamakv.store.session_file import SessionInfo
 from llamakv.store.store_folder import StoreBudget, is_store, make_store, read_budget, write_budget
 from llamakv.store.summary import SessionSummary
 from llamakv.store.survey import Survey, SurveyedSession, n_bytes_on_disk, take_survey
+from llamakv.store.usage import names_in_use
 
 _EXPIRY_PERIOD_S = 60.0
 """A chat saves every turn; looking for expired sessions that often is enough."""
@@ -142,7 +143,8 @@ class Budget:
         def is_over(info: SessionInfo, used_s: float) -> bool:
             return is_expired(info.record.lineage, used_s, limits.ttl_s, time.time())
 
-        paths = [path for name, path in _expired(root, limits.ttl_s, now_s) if name not in keep]
+        safe = {*keep, *names_in_use(root)}
+        paths = [path for name, path in _expired(root, limits.ttl_s, now_s) if name not in safe]
         removed = _remove_all(root, ((path, is_over) for path in paths), reporter)
         if removed:
             names = listed([session.name for session in removed])
@@ -255,7 +257,7 @@ def set_budget(root: Path, *, max_bytes: float | None, ttl_s: float | None) -> N
 
 
 def _locked(survey: Survey) -> set[str]:
-    return {session.name for session in survey.sessions if files.is_locked(session.path)}
+    return {session.name for session in survey.sessions if files.is_locked(session.path)} | names_in_use(survey.root)
 
 
 def _expired(root: Path, ttl_s: float | None, now_s: float) -> list[tuple[str, Path]]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamakv.ops.conversation import Conversation, ConversationStats
-from llamakv.ops.going_back import go_to
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
+from llamakv.ops.places import cut_at
 from llamakv.ops.reading import chat_of, template_of
 from llamakv.ops.requests import ChatRequest, Opened, Reporter
 from llamakv.records import Message, Sampling, SessionRecord
@@ -61,7 +61,7 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
     if request.save is None:
         check_writable(path, overwrite=True)
     sampling = merge_sampling(request.sampling, info.record.sampling)
-    opened, info, back = resume(path, request.model, request.memory, request.options, reporter, info)
+    opened, info, back = resume(path, request.model, request.memory, request.options, reporter, info, at=request.at)
     try:
         conversation = conversation_of(
             opened,
@@ -71,7 +71,6 @@ def _resume_chat(request: ChatRequest, path: Path, reporter: Reporter) -> Conver
             sampling=sampling,
             path=path if request.save is None else request.save,
             at=request.at,
-            reporter=reporter,
             overwrite=request.overwrite,
             name=request.name,
         )
@@ -92,18 +91,15 @@ def conversation_of(
     sampling: Sampling,
     path: Path | None,
     at: str | None,
-    reporter: Reporter,
     overwrite: bool = False,
     name: str | None = None,
 ) -> Conversation:
     """The conversation of a session that is back in memory, as it is or as it was ``at`` a place."""
     assert record.chat is not None
-    assert keeper.stored is not None
     template = template_of(opened, record.chat.template, now_s=record.lineage.created_s)
     messages = record.chat.messages
     if at is not None:
-        base, reused = go_to(opened, keeper.stored, at, template, reused=back.reused, reporter=reporter)
-        messages, back = base.messages, replace(back, reused=reused)
+        messages = cut_at(record, at, opened.model, template).messages
     return Conversation(
         opened,
         keeper,

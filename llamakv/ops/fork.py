@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llamakv.engine.contract import decodes_together
-from llamakv.engine.prompt import ChatTemplate
 from llamakv.errors import (
     ExistsError,
     InterruptedByUser,
@@ -28,10 +27,9 @@ from llamakv.ops.batch import (
 )
 from llamakv.ops.branch_keeping import BranchKeeper, is_untouched_branch
 from llamakv.ops.branches import Branch, BranchPlanner, branches_of
-from llamakv.ops.going_back import go_to
 from llamakv.ops.matching import merge_sampling
-from llamakv.ops.opening import OpenModel, resume
-from llamakv.ops.places import Base, check_place, whole
+from llamakv.ops.opening import resume
+from llamakv.ops.places import check_place, cut_at, whole
 from llamakv.ops.reading import template_of
 from llamakv.ops.requests import Reporter
 from llamakv.records import MemoryKind, SessionRecord
@@ -73,14 +71,15 @@ def fork_session(
     _check_can_go_on(request, info.record)
     sampling = merge_sampling(request.sampling, info.record.sampling)
     model = replace(request.model, n_parallel=_n_parallel(request, info.record, len(branches)))
-    opened, info, back = resume(request.path, model, request.memory, request.options, reporter, info)
+    opened, info, back = resume(request.path, model, request.memory, request.options, reporter, info, at=request.at)
     with opened:
         opened.model.check_sampling(sampling)
         record = info.record
         template = (
             None if record.chat is None else template_of(opened, record.chat.template, now_s=record.lineage.created_s)
         )
-        base, reused = _base(opened, info, template, back.reused, request, reporter)
+        base = whole(record) if request.at is None else cut_at(record, request.at, opened.model, template)
+        reused = back.reused
         planner = BranchPlanner(
             opened,
             base,
@@ -177,20 +176,6 @@ def _n_parallel(request: ForkRequest, record: SessionRecord, n_branches: int) ->
     swa_full = record.settings.swa_full if request.memory.swa is None else request.memory.swa == "full"
     together = decodes_together(record.kind, swa_full=swa_full)
     return max(1, min(request.n_parallel, n_branches)) if together else 1
-
-
-def _base(
-    opened: OpenModel,
-    info: SessionInfo,
-    template: ChatTemplate | None,
-    reused: int,
-    request: ForkRequest,
-    reporter: Reporter,
-) -> tuple[Base, int]:
-    """What all branches begin with, in memory; and how many of its cells came from the file."""
-    if request.at is None:
-        return whole(info.record), reused
-    return go_to(opened, info, request.at, template, reused=reused, reporter=reporter)
 
 
 def _check_done(

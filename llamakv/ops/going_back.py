@@ -7,10 +7,7 @@ from contextlib import suppress
 
 from llamakv.engine.contract import AbortCheck, LiveSequence, Rewound
 from llamakv.engine.prefix import n_common
-from llamakv.engine.prompt import ChatTemplate
-from llamakv.errors import AbortedError, InterruptedByUser, NotFoundError, StoreError
-from llamakv.ops.opening import OpenModel
-from llamakv.ops.places import Base, cut_at
+from llamakv.errors import NotFoundError, StoreError
 from llamakv.ops.requests import Reporter
 from llamakv.records import SectionKind
 from llamakv.store.session_file import SessionInfo, SessionReader
@@ -43,38 +40,6 @@ def go_back(
             f"{result.n_evaluated:,} tokens were read again"
         )
     return result
-
-
-def go_to(
-    opened: OpenModel,
-    info: SessionInfo,
-    at: str,
-    template: ChatTemplate | None,
-    *,
-    reused: int,
-    reporter: Reporter,
-) -> tuple[Base, int]:
-    """Make the live sequence, which is a stored session, what that was at a place (``turn3``, ``1200``). Returns what
-    it was, and how many of its cells came from the file; ``reused`` is how many did before.
-
-    Raises:
-        UsageError, NotFoundError: see ``cut_at``.
-        InterruptedByUser: stopped; nothing was changed on disk.
-    """
-    base = cut_at(info.record, at, opened.model, template)
-    if len(base.tokens) < len(info.record.tokens):
-        try:
-            back = go_back(
-                opened.sequence,
-                info if reused else None,
-                len(base.tokens),
-                reporter,
-                should_abort=reporter.should_abort,
-            )
-        except AbortedError as error:
-            raise InterruptedByUser("interrupted while reading the session again; nothing was changed") from error
-        reused = min(reused, back.n_kept)
-    return base, reused
 
 
 def put_back(sequence: LiveSequence, stored: SessionInfo | None, before: Sequence[int]) -> None:

@@ -120,6 +120,7 @@ class Keeper:
             asked = None if info.path == path else path
         sequence.settle()
         self._stored = info
+        self._opened.use(info.path)
         self._budget.after_save(info.path.parent, keep=[info.path.stem], reporter=reporter)
         return Saved(info=info, n_written=info.n_written, elapsed_s=time.perf_counter() - started, asked=asked)
 
@@ -135,8 +136,10 @@ class Keeper:
         is_shared = base is not None and base.path.parent == path.parent
         n_new = (n_cells or sequence.n_cells) - (sequence.n_settled if is_shared else 0)
         n_bytes = bytes_of_cells(sequence, n_new)
-        replaces = path.stem if overwrite else None
-        self._budget.before_save(path.parent, n_bytes, keep=[path.stem], replaces=replaces, reporter=reporter)
+        is_own = self._stored is not None and self._stored.path == path
+        replaces = path.stem if overwrite and not is_own else None
+        keep = [path.stem, *([base.path.stem] if base is not None and is_shared else [])]
+        self._budget.before_save(path.parent, n_bytes, keep=keep, replaces=replaces, reporter=reporter)
 
     def _create(self, path: Path, record: SessionRecord, reporter: Reporter, *, overwrite: bool) -> SessionInfo:
         """Write a new file: what came from another session's sections is taken from there, as it is."""
@@ -197,7 +200,10 @@ class Keeper:
                 info = self._create(place, record, reporter, overwrite=False)
             except ExistsError:
                 continue
-            reporter.warning(f"{error.message}; saved to {place} instead")
+            if isinstance(error, NotFoundError) and place == path:
+                reporter.warning(f"{path} was moved or removed meanwhile: it is saved there again, whole")
+            else:
+                reporter.warning(f"{error.message}; saved to {place} instead")
             return info
         raise error
 

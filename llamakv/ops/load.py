@@ -9,7 +9,6 @@ from dataclasses import replace
 from llamakv.engine.text import join
 from llamakv.errors import AbortedError, UsageError
 from llamakv.ops.chat import Conversation, conversation_of, open_chat
-from llamakv.ops.going_back import go_to
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
@@ -36,7 +35,9 @@ def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
         return _begin_raw(request, started, reporter) if request.raw else _begin(request, reporter)
     info = read_session(request.path)
     sampling = merge_sampling(request.sampling, info.record.sampling)
-    opened, info, back = resume(request.path, request.model, request.memory, request.options, reporter, info)
+    opened, info, back = resume(
+        request.path, request.model, request.memory, request.options, reporter, info, at=request.at
+    )
     with opened:
         _announce(back, reporter)
         keeper = Keeper(opened, info, compress=request.compress, budget=request.budget)
@@ -49,18 +50,13 @@ def load_once(request: LoadRequest, reporter: Reporter) -> Answer:
                 sampling=sampling,
                 path=request.save,
                 at=request.at,
-                reporter=reporter,
                 overwrite=request.overwrite,
                 name=request.name,
             )
             answer = _answer(conversation, request.prompt, reporter)
-            if back.evaluated:  # what had to be read again now was no saved work
-                answer = replace(answer, reused=0, evaluated=answer.evaluated + answer.reused)
-            return answer
-        reused = back.reused
-        if request.at is not None:
-            _, reused = go_to(opened, info, request.at, None, reused=reused, reporter=reporter)
-        return _continue(request, opened, keeper, sampling, reused, started, reporter)
+            n_saved = min(answer.reused, back.reused)  # what had to be read again now was no saved work
+            return replace(answer, reused=n_saved, evaluated=answer.evaluated + answer.reused - n_saved)
+        return _continue(request, opened, keeper, sampling, back.reused, started, reporter)
 
 
 def _begin(request: LoadRequest, reporter: Reporter) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from llamakv.errors import (
     InterruptedByUser,
     MismatchError,
     ModelFileError,
+    NotFoundError,
 )
 from llamakv.ops.lineage import split_note
 from llamakv.ops.matching import (
@@ -32,9 +34,18 @@ from llamakv.ops.matching import (
     reasons_to_recompute,
     stamp_of,
 )
+from llamakv.ops.places import position_of
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
-from llamakv.records import ModelIdentity, SectionKind, SessionRecord, StateSection
-from llamakv.store.session_file import SessionInfo, SessionReader, StoredSection, mark_used
+from llamakv.records import ModelIdentity, SectionKind, StateSection
+from llamakv.store.session_file import (
+    SessionInfo,
+    SessionReader,
+    StoredSection,
+    mark_used,
+    n_cells_held,
+    sections_up_to,
+)
+from llamakv.store.usage import using
 
 _UNKNOWN_N_CTX = 1 << 17
 """The largest context for a model that does not say what it was trained with."""
@@ -81,6 +92,8 @@ class OpenModel:
             )
         self._identity = identity
         self._sequence: LiveSequence | None = None
+        self._uses = contextlib.ExitStack()
+        self._used: set[Path] = set()
 
     @property
     def info(self) -> ModelInfo:
@@ -146,16 +159,24 @@ class OpenModel:
         try:
             info = restore_from_file(fresh, info, reporter)
             accept(info)
-            read_rest(fresh, info.record, reporter)
+            read_rest(fresh, info.record.tokens, reporter)
         except BaseException:
             fresh.close()
             raise
         self.sequence.close()
         self._sequence = fresh
+        self.use(info.path)
         return info
+
+    def use(self, path: Path) -> None:
+        """Have a session open until the model is closed: nobody takes it for unused."""
+        if path not in self._used:
+            self._used.add(path)
+            self._uses.enter_context(using(path))
 
     def close(self) -> None:
         """Free the context and the model."""
+        self._uses.close()
         self.model.close()
 
     def __enter__(self) -> Self:
@@ -190,12 +211,15 @@ def sections_to_restore(sections: Sequence[StoredSection]) -> list[StoredSection
     return [s for s in sections if s.kind is not SectionKind.TAIL or s.p1 == last_tail]
 
 
-def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Reporter) -> SessionInfo:
+def restore_from_file(
+    sequence: LiveSequence, before: SessionInfo, reporter: Reporter, n_tokens: int | None = None
+) -> SessionInfo:
     """Bring a session into a live sequence, section by section. Returns what was read, which is newer than ``before``
-    if somebody saved it meanwhile. Of a session that has lost sections only the first tokens come back, of one that
-    lost them all none (see ``read_rest``).
+    if somebody saved it meanwhile. Only its first ``n_tokens`` tokens are wanted; of a session that has lost sections
+    fewer come back, of one that lost them all none (see ``read_rest``).
 
     Raises:
+        NotFoundError: meanwhile it has fewer than ``n_tokens``.
         MismatchError: meanwhile another session took its place.
         ConflictError: it is saved again and again while it is read.
     """
@@ -205,7 +229,13 @@ def restore_from_file(sequence: LiveSequence, before: SessionInfo, reporter: Rep
                 info = reader.info
                 if _made_by(info) != _made_by(before):
                     raise MismatchError(f"{before.path} was replaced by another session while it was opened")
-                restore_sections(sequence, info.record.tokens, reader, info.sections, info.n_cells_held, reporter)
+                tokens, sections = info.record.tokens[:n_tokens], info.sections
+                if n_tokens is not None:
+                    if len(tokens) < n_tokens:
+                        raise NotFoundError(f"{info.path} has only {len(tokens):,} tokens now, not {n_tokens:,}")
+                    sections = sections_up_to(info.record.kind, sections, n_tokens - 1)
+                n_cells = n_cells_held(info.record.kind, sections)
+                restore_sections(sequence, tokens, reader, sections, n_cells, reporter)
         except ConflictError:
             if last_try:
                 raise
@@ -236,17 +266,18 @@ def restore_sections(
         sequence.restore(tokens[: n_cells + 1], counted())
 
 
-def read_rest(sequence: LiveSequence, record: SessionRecord, reporter: Reporter) -> int:
-    """Read the tokens of a session whose sections were lost; return how many that were.
+def read_rest(sequence: LiveSequence, tokens: Sequence[int], reporter: Reporter) -> int:
+    """Read what a sequence lacks of a session's tokens, whose state was lost or never stored; return how many that
+    were.
 
     Raises:
         InterruptedByUser: stopped; nothing was changed on disk.
     """
-    missing = record.tokens[len(sequence.tokens) :]
-    n = len(record.tokens) - 1 - sequence.n_cells
+    missing = tokens[len(sequence.tokens) :]
+    n = len(tokens) - 1 - sequence.n_cells
     if not missing:
         return 0
-    reporter.notice(f"the state of {n:,} of {len(record.tokens) - 1:,} tokens is not stored: they are read again")
+    reporter.notice(f"the state of {n:,} of {len(tokens) - 1:,} tokens is not stored: they are read again")
     _read(sequence, missing, reporter)
     return n
 
@@ -264,14 +295,18 @@ def resume(
     options: ResumeOptions,
     reporter: Reporter,
     info: SessionInfo,
+    *,
+    at: str | None = None,
 ) -> tuple[OpenModel, SessionInfo, Opened]:
-    """Open the model of a stored session and bring the session back, or read its tokens again where that is asked
-    for or necessary.
+    """Open the model of a stored session and bring the session back, or its tokens before the place ``at``; or read
+    them again where that is asked for or necessary.
 
     Raises:
+        UsageError, NotFoundError: there is no such place in it.
         MismatchError, NotFoundError, NoRoomError, FormatError: see their texts; nothing is changed on disk.
     """
     record = info.record
+    n_tokens = len(record.tokens) if at is None else position_of(record, at)
     other_model = options.recompute and request.path is not None
     found = find_model(request, record.identity, reporter)
     changed = found.digest != record.identity.digest or (
@@ -289,34 +324,35 @@ def resume(
                 expected=record.identity.tokenizer_digest,
                 actual=opened.identity.tokenizer_digest,
             )
-        return _bring_back(opened, info, options, reporter)
+        return _bring_back(opened, info, None if at is None else n_tokens, options, reporter)
     except BaseException:
         opened.close()
         raise
 
 
 def _bring_back(
-    opened: OpenModel, info: SessionInfo, options: ResumeOptions, reporter: Reporter
+    opened: OpenModel, info: SessionInfo, n_tokens: int | None, options: ResumeOptions, reporter: Reporter
 ) -> tuple[OpenModel, SessionInfo, Opened]:
     record = info.record
     started = time.perf_counter()
-    sequence = opened.open_sequence(len(record.tokens))
+    opened.use(info.path)
+    sequence = opened.open_sequence(n_tokens or len(record.tokens))
     reasons: tuple[str, ...] = ("asked for with --recompute",) if options.recompute else ()
     if not reasons:
         check_layout(record, opened.model.settings)
         reasons = reasons_to_recompute(record, opened.model.versions, options)
     if reasons:
-        _read_again(sequence, record, reasons, reporter)
+        _read_again(sequence, record.tokens[:n_tokens], reasons, reporter)
         reused, evaluated = 0, sequence.n_cells
     else:
         try:
-            info = restore_from_file(sequence, info, reporter)
+            info = restore_from_file(sequence, info, reporter, n_tokens)
         except DamagedError as error:
             error.hint = error.hint or "the tokens are whole: the same command with --recompute reads them again"
             raise
         record = info.record
         reused = sequence.n_cells
-        evaluated = read_rest(sequence, record, reporter)
+        evaluated = read_rest(sequence, record.tokens[:n_tokens], reporter)
     mark, _ = split_note(record.lineage.note)
     if mark:
         reporter.warning(f"{info.path} is {mark}; the command that saved it, again, reads the rest")
@@ -334,11 +370,11 @@ def _bring_back(
     )
 
 
-def _read_again(sequence: LiveSequence, record: SessionRecord, reasons: Sequence[str], reporter: Reporter) -> None:
-    n = len(record.tokens) - 1
+def _read_again(sequence: LiveSequence, tokens: Sequence[int], reasons: Sequence[str], reporter: Reporter) -> None:
+    n = len(tokens) - 1
     reporter.notice(f"reading {n:,} tokens again: {'; '.join(reasons)}")
     started = time.perf_counter()
-    _read(sequence, record.tokens, reporter)
+    _read(sequence, tokens, reporter)
     reporter.notice(f"read {n:,} tokens again in {time.perf_counter() - started:.1f} s")
 
 

@@ -15,6 +15,7 @@ from llamakv.store.collector import Collected, collect
 from llamakv.store.retention import Rules, Verdict, judge, remove_session
 from llamakv.store.store_folder import read_budget
 from llamakv.store.survey import Survey, take_survey
+from llamakv.store.usage import names_in_use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def prune(root: Path, rules: Rules, reporter: Reporter, *, is_dry_run: bool = Fa
         ReadError, WriteError, LockedError.
     """
     survey = surveyed(root, reporter)
-    verdicts = judge(survey, rules, now_s=time.time())
+    verdicts = judge(survey, rules, now_s=time.time(), keep=names_in_use(root))
     left = [verdict.session for verdict in verdicts if verdict.is_kept]
     if rules.max_bytes is not None and survey.n_bytes_of(left) > rules.max_bytes:
         pinned = [session for session in left if session.lineage.pinned]
@@ -100,7 +101,7 @@ def _remove(going: Collection[Verdict]) -> tuple[list[Verdict], tuple[str, ...]]
 
 def what_would_go(survey: Survey, rules: Rules) -> int:
     """Bytes that ``prune`` would free now, objects of no session included."""
-    verdicts = judge(survey, rules, now_s=time.time())
+    verdicts = judge(survey, rules, now_s=time.time(), keep=names_in_use(survey.root))
     left = [verdict.session for verdict in verdicts if verdict.is_kept]
     return survey.n_bytes - survey.n_bytes_of(left) if not survey.unreadable else 0
 

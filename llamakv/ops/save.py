@@ -22,6 +22,7 @@ from llamakv.records import Chat, Message, Sampling, SessionRecord
 from llamakv.store.session_file import SessionInfo, check_writable, read_session
 
 _N_STRETCH = 1024  # tokens, a multiple of the engine's batch
+_N_FIRST = 256  # enough to see what each token takes, and whether all of them will fit
 _KEEP_EVERY_S = 30.0
 
 
@@ -244,7 +245,8 @@ def _read(
     kept_s = time.monotonic()
     while len(sequence.tokens) < len(tokens):
         n_done = sequence.n_cells - reused
-        until = min(sequence.n_cells + _N_STRETCH + 1, len(tokens))
+        stretch = _N_STRETCH if n_done else _N_FIRST
+        until = min(sequence.n_cells + stretch + 1, len(tokens))
         try:
             sequence.extend(
                 tokens[len(sequence.tokens) : until],

@@ -22,6 +22,7 @@ from llamakv.store.reuse import cut_packed, n_packed, n_packed_common, pack_toke
 from llamakv.store.reuse import space_of as space_of
 from llamakv.store.session_info import SessionInfo
 from llamakv.store.session_reader import read_session
+from llamakv.store.store_folder import refuse_newer
 from llamakv.store.summary import SessionSummary, UnreadableSession, decode_summaries, encode_summary, summarise
 
 OnProgress = Callable[[int, int], None]
@@ -63,9 +64,12 @@ class StoreCache:
 
     Safe between processes, however they end; not to be shared by threads. Deleting or damaging the database changes
     nothing but the time it takes. A folder that is no store is read, and nothing is left in it. No object is opened.
+
+    Raises (on opening): NewerFormatError (the store was made by a later llamakv).
     """
 
     def __init__(self, root: Path) -> None:
+        refuse_newer(root)
         self._root = root
         self._stamps: dict[bytes, bytes] = {}
         self._unreadable: dict[bytes, UnreadableSession] = {}

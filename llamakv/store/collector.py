@@ -14,9 +14,9 @@ from llamakv.store import files
 from llamakv.store.claims import claimed, store_lock
 from llamakv.store.objects import Objects
 from llamakv.store.session_info import load_digests
-from llamakv.store.store_folder import is_store, read_budget
+from llamakv.store.store_folder import SUFFIX as SUFFIX
+from llamakv.store.store_folder import is_session_name, is_store, read_budget
 
-SUFFIX = ".bin"
 _N_BATCH = 1000  # removals for which the lock is held at a time
 _MIN_AGE_NS = 2_000_000_000  # younger files may change again within a tick of the clock, under the same inode number
 
@@ -72,7 +72,7 @@ def session_stamps(root: Path) -> dict[str, Stamp]:
         with os.scandir(root) as entries:
             for entry in entries:
                 name = entry.name
-                if name.startswith(".") or not name.endswith(SUFFIX):
+                if not is_session_name(name):
                     continue
                 try:
                     if entry.is_file():

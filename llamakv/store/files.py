@@ -297,7 +297,7 @@ def set_time(path: Path, time_ns: int | None = None) -> None:
 
 def time_of(fd: int) -> float:
     """Return an open file's modification time, in seconds."""
-    return os.fstat(fd).st_mtime
+    return os.fstat(fd).st_mtime_ns / 1e9
 
 
 def make_private_folder(folder: Path) -> None:

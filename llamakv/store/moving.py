@@ -15,7 +15,7 @@ from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo
 from llamakv.store.session_reader import SessionReader, read_session
 from llamakv.store.session_writer import check_writable, create_session
-from llamakv.store.store_folder import is_store
+from llamakv.store.store_folder import is_in_store, is_store
 
 _N_COPY = 1 << 20
 
@@ -85,7 +85,7 @@ def take(source: SessionReader, info: SessionInfo, target: Path, *, overwrite: b
     Raises: as ``create_session``.
     """
     source.hold(info.sections)
-    if not is_store(target.parent):  # else what is copied is verified on the way
+    if not is_in_store(target):  # else what is copied is verified on the way
         check_sections(source, info.sections)
     return create_session(
         target,

@@ -20,6 +20,7 @@ from llamakv.store.digests import N_DIGEST_BYTES, digest_bytes
 
 FOLDER = ".objects"
 CLAIMS = ".claims"
+USERS = ".users"
 VERSION = 1
 _MAGIC = b"llkvobj\0"
 _FRAME_MAGIC = 0x184D2A5C
@@ -143,7 +144,7 @@ class Objects:
     def remove_stale_temporaries(self) -> list[Path]:
         """Remove what killed writers left; return the paths."""
         removed = []
-        for folder in (*_folders(self.folder), self.folder / CLAIMS):
+        for folder in (*_folders(self.folder), self.folder / CLAIMS, self.folder / USERS):
             removed += files.remove_stale_temporaries(folder)
         return removed
 

@@ -121,6 +121,8 @@ def make_room(
     ``max_bytes``: the least recently used, but no pinned ones and none named in ``safe``; None where those alone do not
     fit."""
     left = sorted(sessions, key=by_use)
+    staying = {digest for s in left if s.lineage.pinned or s.name in safe for digest in s.digests}
+    left.sort(key=lambda session: session.digests <= staying)  # these would free next to nothing: last
     users = Counter(digest for session in left for digest in session.digests)
     n_bytes = survey.n_bytes_of(left) + n_new
     going: list[SurveyedSession] = []

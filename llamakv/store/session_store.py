@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamakv.errors import (
-    DamagedError,
     FormatError,
     LlamakvError,
     LockedError,
@@ -25,7 +24,7 @@ from llamakv.store import files
 from llamakv.store.collector import SUFFIX, Collected, collect, session_files
 from llamakv.store.session_file import SessionInfo, read_session
 from llamakv.store.session_info import load_digests
-from llamakv.store.store_folder import is_store, make_store, read_budget
+from llamakv.store.store_folder import is_store, make_store, read_budget, refuse_newer
 
 _MAX_NAME_BYTES = 255 - len(SUFFIX)  # NAME_MAX of every file system we know
 _POSITION = re.compile(r"@(turn)?\d+$")
@@ -88,8 +87,7 @@ class SessionStore:
 
         Raises: NewerFormatError (the store was made by a later llamakv), ReadError (the folder cannot be listed).
         """
-        with contextlib.suppress(DamagedError, NotASessionError, ReadError):  # its sessions may be sound all the same
-            read_budget(self.root)
+        refuse_newer(self.root)
         entries = [_read_entry(path) for _, path, _ in session_files(self.root)]
         return tuple(sorted(entries, key=_age))
 

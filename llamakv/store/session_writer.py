@@ -29,7 +29,7 @@ from llamakv.store.section_writers import FileWriter, ObjectWriter, add_all
 from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo, load_commit, load_info
 from llamakv.store.session_reader import SessionReader, read_session
-from llamakv.store.store_folder import is_store, read_budget
+from llamakv.store.store_folder import is_in_store, read_budget
 
 OnSection = Callable[[StoredSection], None]
 
@@ -86,12 +86,12 @@ def create_session(
 ) -> SessionInfo:
     """Write a new session; it appears under ``path`` complete and durable, or not at all.
 
-    In the folder of a store its sections become objects, and those the store has are not written again. Mode 0600 from
-    the first moment. ``keep`` are sections of ``source`` that are taken as they are, before ``sections``.
-    ``on_section`` is called after each section of ``sections`` has been written. A section is referenced until it is
-    written; two are compressed ahead. Stale temporaries of killed writers in the folder are removed. ``is_partial``
-    allows sections that bring back the first cells only. Whatever fails, an exception of ``sections`` included, a
-    previous file stays byte for byte.
+    Of a session of a store (a ``.bin`` file in its folder) the sections become objects, and those the store has are not
+    written again. Mode 0600 from the first moment. ``keep`` are sections of ``source`` that are taken as they are,
+    before ``sections``. ``on_section`` is called after each section of ``sections`` has been written. A section is
+    referenced until it is written; two are compressed ahead. Stale temporaries of killed writers in the folder are
+    removed. ``is_partial`` allows sections that bring back the first cells only. Whatever fails, an exception of
+    ``sections`` included, a previous file stays byte for byte.
 
     Raises: UsageError (no tokens), ExistsError, WriteError, LockedError (the file to be overwritten is being
     written), ConflictError (``source`` was removed meanwhile), DamagedError (a section of ``source``); ValueError
@@ -147,14 +147,18 @@ def extend_session(
     with files.locked(path) as fd:
         if (on_disk := load_commit(fd, path)) != base.commit:
             raise ConflictError(
-                f"'{path}' was saved by somebody else since it was read: it is at generation "
-                f"{on_disk.generation}, read was {base.generation}",
+                f"'{path}' was saved by somebody else since it was read"
+                + (
+                    f": it is at generation {on_disk.generation}, read was {base.generation}"
+                    if on_disk.generation != base.generation
+                    else ", as another session"
+                ),
                 hint="save under another name, or resume it again",
                 path=str(path),
                 expected=base.generation,
                 actual=on_disk.generation,
             )
-        if is_store(path.parent):
+        if is_in_store(path):
             return _replace_index(
                 fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial
             )
@@ -186,7 +190,7 @@ def change_lineage(path: str | os.PathLike[str], change: Callable[[Lineage], Lin
 def mark_used(path: str | os.PathLike[str]) -> None:
     """Note that a session of a store was used now; of other files, and where the system forbids it, nothing changes."""
     path = Path(path)
-    if is_store(path.parent):
+    if is_in_store(path):
         files.set_time(path)
 
 
@@ -205,7 +209,7 @@ def compact_session(path: str | os.PathLike[str]) -> SessionInfo:
         info = load_info(fd, path)
         if not info.n_dead_bytes:
             return info
-        if not is_store(path.parent):
+        if not is_in_store(path):
             return _compact(fd, info)
         is_partial = info.n_cells_held < len(info.record.tokens) - 1
         return _replace_index(
@@ -224,7 +228,7 @@ def _check_tokens(record: SessionRecord) -> None:
 @contextlib.contextmanager
 def _object_writer(path: Path) -> Iterator[ObjectWriter | None]:
     """A writer of objects if ``path`` lies in a store; None if its session is a file of its own."""
-    if not is_store(path.parent):
+    if not is_in_store(path):
         yield None
         return
     read_budget(path.parent)  # refuses a store of a later version

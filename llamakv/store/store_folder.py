@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llamakv.errors import DamagedError, ExistsError, NewerFormatError, NotFoundError
+from llamakv.errors import DamagedError, ExistsError, NewerFormatError, NotASessionError, NotFoundError, ReadError
 from llamakv.store import files
 from llamakv.store.objects import FOLDER
 
 MARKER = ".store"
+SUFFIX = ".bin"
 VERSION = 1
 _VERSION_KEY = "llamakv_store"
 _MAX_MARKER = 1 << 16
@@ -47,8 +48,19 @@ def limit_of(session: Limited, ttl_s: float | None) -> float | None:
 
 
 def is_store(folder: Path) -> bool:
-    """Return whether sessions saved into ``folder`` share their sections."""
+    """Return whether ``folder`` is a store."""
     return os.path.lexists(folder / MARKER) or os.path.isdir(folder / FOLDER)
+
+
+def is_session_name(name: str) -> bool:
+    """Return whether a file of that name in a store is one of its sessions."""
+    return name.endswith(SUFFIX) and not name.startswith(".")
+
+
+def is_in_store(path: Path) -> bool:
+    """Return whether a session saved at ``path`` shares its sections: it would be one of a store's sessions. (Of other
+    files in its folder nobody would know what they refer to.)"""
+    return is_session_name(path.name) and is_store(path.parent)
 
 
 def make_store(root: Path) -> None:
@@ -100,6 +112,13 @@ def read_budget(root: Path) -> StoreBudget:
     if not (ttl_s is None or (type(ttl_s) in (int, float) and math.isfinite(ttl_s) and ttl_s > 0)):
         raise _damaged(path)
     return StoreBudget(max_bytes=max_bytes, ttl_s=None if ttl_s is None else float(ttl_s))
+
+
+def refuse_newer(root: Path) -> None:
+    """Raise NewerFormatError if a store was made by a later llamakv. Of a budget that cannot be read nothing is said:
+    the sessions may be sound all the same."""
+    with contextlib.suppress(DamagedError, NotASessionError, ReadError):
+        read_budget(root)
 
 
 def write_budget(root: Path, budget: StoreBudget) -> None:

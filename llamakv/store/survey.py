@@ -15,6 +15,7 @@ from llamakv.store.collector import session_files
 from llamakv.store.objects import Objects
 from llamakv.store.session_info import SessionInfo
 from llamakv.store.session_reader import read_session
+from llamakv.store.store_folder import refuse_newer
 from llamakv.store.summary import UnreadableSession
 
 
@@ -96,9 +97,11 @@ class Survey:
 def take_survey(root: Path, *, on_progress: Callable[[int, int], None] | None = None) -> Survey:
     """Read a store's indexes and measure its objects. ``on_progress(n_done, n)`` counts sessions.
 
-    A session removed meanwhile is not there; one that cannot be read is among the ``unreadable``. Raises: ReadError
-    (the folder cannot be listed).
+    A session removed meanwhile is not there; one that cannot be read is among the ``unreadable``.
+
+    Raises: NewerFormatError (the store was made by a later llamakv), ReadError (the folder cannot be listed).
     """
+    refuse_newer(root)
     object_bytes = object_lengths(root)
     names = {digest: digest for digest in object_bytes}  # one text for each digest, however many sessions refer to it
     object_raw: dict[str, int] = {}

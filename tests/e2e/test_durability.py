@@ -9,124 +9,22 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import chdir
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from llamakv.cli import app
 from llamakv.errors import AbortedError
 from llamakv.store.session_file import SessionInfo, read_session, verify_session
+from tests.e2e.programs import GREEDY, TIMEOUT_S, Program, finish
 
-GREEDY = ("-t", "1", "--temperature", "0", "--max-tokens", "12", "-q")
-TIMEOUT_S = 60.0
 SHORT, LONG = ("\n\n".join(["one two three."] * n) for n in (40, 60))
-
-DIES_AT_A_STEP = """
-import os, signal, sys
-from llamakv.cli.app import main
-n_left = int(sys.argv.pop(1))
-def counted(name, real):
-    def step(*arguments, **options):
-        global n_left
-        n_left -= 1
-        if n_left == -1:
-            if name == "pwritev":
-                fd, parts, offset = arguments
-                data = b"".join(map(bytes, parts))
-                real(fd, [data[: len(data) // 2]], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return step
-for name in ("pwritev", "fsync", "ftruncate", "link", "rename", "unlink"):
-    setattr(os, name, counted(name, getattr(os, name)))
-main()
-"""
-"""The program, killed at a given one of the calls that change files; of a write half is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    status: int
-    out: str
-    err: str
-
-
-class Program:
-    """The program with a model, in a home of its own."""
-
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.folder = folder
-        self._capfd = capfd
-
-    def start(self, *arguments: str | Path, limit: int | None = None, step: int | None = None) -> subprocess.Popen[str]:
-        """A process, with a limit on the length of files, or killed at the ``step``-th change of a file."""
-        how = ["-m", "llamakv"] if step is None else ["-c", DIES_AT_A_STEP, str(step)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            [sys.executable, *how, *map(str, arguments)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        )
-
-    def run(self, *arguments: str | Path, limit: int | None = None, step: int | None = None) -> Ran:
-        return finish(self.start(*arguments, limit=limit, step=step))
-
-    def here(self, *arguments: str | Path) -> Ran:
-        """The command line inside this process: ten times as fast."""
-        self._capfd.readouterr()
-        status = app.run([str(argument) for argument in arguments])
-        captured = self._capfd.readouterr()
-        return Ran(status, captured.out, captured.err)
-
-    def goes_on(self, path: Path) -> str:
-        """What the session says next, the file left alone."""
-        ran = self.here("load", *GREEDY, path, "-p", "and then?")
-        assert (ran.status, ran.err) == (0, "")
-        return ran.out
-
-    def leftovers(self) -> list[str]:
-        return sorted(name for name in os.listdir(self.folder) if name.startswith("."))
-
-
-def finish(process: subprocess.Popen[str], text: str = "") -> Ran:
-    try:
-        out, err = process.communicate(text, timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert "Traceback" not in err
-    assert "internal error" not in err
-    return Ran(process.returncode, out, err)
-
-
-@pytest.fixture
-def program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], model_path: Path
-) -> Iterator[Program]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for name in [name for name in os.environ if name.startswith(("LLAMAKV", "_LLAMAKV"))]:
-        monkeypatch.delenv(name)
-    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.setenv("LLAMAKV_STORE", str(tmp_path / "work"))
-    monkeypatch.setenv("LLAMAKV_MODEL", str(model_path))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    yield Program(tmp_path / "work", capfd)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from llamakv.errors import ConflictError, ExistsError, LockedError, NotFoundErro
 from llamakv.records import SectionKind, StateSection
 from llamakv.store import planes
 from llamakv.store.digests import digest_bytes
+from llamakv.store.moving import move_session
 from llamakv.store.session_file import (
     SessionReader,
     change_lineage,
@@ -142,12 +143,17 @@ class Worker:
         names = self.store.names()
         self.store.remove(*self.chance.sample(names, min(3, len(names))))
 
+    def move(self):
+        path, target = self.chance.sample(NAMES, 2)
+        overwrite = self.chance.random() < 0.3
+        move_session(self.root / f"{path}.bin", self.root / f"{target}.bin", name=target, overwrite=overwrite)
+
     def gc(self):
         assert self.store.collect() is not None, "a session could not be read"
 
     def work(self, log):
         operations = [self.save, self.extend, self.fork, self.resume, self.verify, self.pin, self.remove, self.gc]
-        operations += [self.save, self.extend, self.extend, self.fork, self.resume, self.prune]
+        operations += [self.move, self.save, self.extend, self.extend, self.fork, self.resume, self.prune]
         while True:
             operation = self.chance.choice(operations)
             how = "done"

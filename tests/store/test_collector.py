@@ -5,29 +5,28 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llamakv.errors import (
-    FormatError,
-    LockedError,
-    NewerFormatError,
-    ReadError,
-)
+from llamakv.errors import FormatError, LockedError, NewerFormatError, ReadError
 from llamakv.store import claims, codec, collector, files
 from llamakv.store.claims import claimed, claiming, store_lock
 from llamakv.store.codec import AUTO
 from llamakv.store.collector import Marks, collect
 from llamakv.store.objects import CLAIMS, Objects
 from llamakv.store.session_file import (
+    change_lineage,
+    compact_session,
+    create_session,
     extend_session,
     truncate_sections,
 )
 from llamakv.store.session_store import SessionStore
 from llamakv.store.store_folder import make_store
+from tests.store.at_rest import check, left_over, read_all, referenced, save, there
 from tests.store.samples import cells, f16_bytes, make_record
-from tests.store.stores import check, left_over, read_all, referenced, save, there
 from tests.store.test_durability import as_nobody, error_of
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +106,23 @@ def test_a_session_with_its_sections_in_its_own_file_needs_no_objects(root, tmp_
     save(root, "a")
     assert collect(root).n_objects == 0
     assert len(read_all(root / "alone.bin")) == 3
+
+
+@pytest.mark.parametrize("name", ["notes", "notes.session", ".hidden.bin", "notes.BIN"])
+def test_what_has_no_name_of_a_session_in_a_store_keeps_its_sections_itself(root, name):
+    sections = [cells(i, i + 1, n_bytes=300) for i in range(3)]
+    info = create_session(root / name, make_record(4), sections)
+    assert not info.in_store
+    info = extend_session(info, make_record(6), keep=info.sections[:2], new=[cells(2, 5, n_bytes=900)])
+    info = change_lineage(info.path, lambda lineage: replace(lineage, pinned=True))
+    compacted = compact_session(info.path)
+    assert compacted.n_file_bytes < info.n_file_bytes
+    save(root, "a", n=3)
+    create_session(root / name, make_record(4), sections, overwrite=True)
+    SessionStore(root).remove("a")
+    collect(root)
+    assert there(root) == set(), "nobody would know that they are needed"
+    assert len(read_all(root / name)) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF" + bytes(4000), None], ids=["empty", "something else", "cut"])

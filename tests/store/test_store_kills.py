@@ -11,7 +11,7 @@ from llamakv.store.collector import collect
 from llamakv.store.session_file import SessionReader, extend_session, read_session, verify_session
 from llamakv.store.store_folder import make_store
 from tests.store import kills
-from tests.store.stores import left_over, referenced, there
+from tests.store.at_rest import left_over, referenced, there
 
 SHORT_S = 8
 LONG_S = 120
@@ -62,5 +62,5 @@ def test_for_minutes(tmp_path, seed):
     answer = run(root, LONG_S, seed)
     check_goes_on(root)
     assert answer["killed"] > 5 * LONG_S
-    for name in ("save", "extend", "fork", "resume", "verify", "pin", "remove", "prune", "gc"):
+    for name in ("save", "extend", "fork", "resume", "verify", "pin", "remove", "prune", "move", "gc"):
         assert answer["counts"].get(f"{name} done", 0) > 10, name

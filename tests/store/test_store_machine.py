@@ -25,8 +25,8 @@ from llamakv.store.session_file import (
 )
 from llamakv.store.session_store import SessionStore
 from llamakv.store.store_folder import make_store
+from tests.store.at_rest import left_over, referenced, there
 from tests.store.samples import cells, make_record
-from tests.store.stores import left_over, referenced, there
 from tests.store.test_durability import Died, FailingFiles
 
 N_PIECE = 3

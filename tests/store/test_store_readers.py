@@ -1,4 +1,4 @@
-"""Readers of a store keep what they have begun to read, or are told that it is gone; sessions can be taken elsewhere."""
+"""Readers of a store read to the end what they began to, or are told it is gone; sessions can be taken elsewhere."""
 
 import os
 import shutil
@@ -24,8 +24,8 @@ from llamakv.store.session_file import (
 )
 from llamakv.store.session_store import SessionStore
 from llamakv.store.store_folder import make_store
+from tests.store.at_rest import check, read_all, save, there
 from tests.store.samples import cells, contents, make_record
-from tests.store.stores import check, read_all, save, there
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from llamakv.store.session_file import (
 )
 from llamakv.store.session_store import SessionStore
 from llamakv.store.store_folder import make_store, read_budget
+from tests.store.at_rest import check, left_over, read_all, referenced, save, there
 from tests.store.samples import cells, make_record
-from tests.store.stores import check, left_over, read_all, referenced, save, there
 from tests.store.test_durability import Died, FailingFiles, as_nobody, error_of
 
 

@@ -1,0 +1,35 @@
+"""Which sessions of a store are open somewhere, so that nobody takes them for unused.
+
+Who has a session open holds a file of its own, locked for as long as it lives, with the session's name in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from llamakv.errors import StoreError
+from llamakv.store import files
+from llamakv.store.objects import FOLDER, USERS
+from llamakv.store.store_folder import SUFFIX, is_in_store
+
+
+@contextlib.contextmanager
+def using(path: Path) -> Iterator[None]:
+    """Have a session open until the block is left. Does nothing for one outside a store, or in one that cannot be
+    written."""
+    with contextlib.ExitStack() as stack:
+        if is_in_store(path):
+            with contextlib.suppress(StoreError):
+                folder = path.parent / FOLDER / USERS
+                files.make_private_folder(folder)
+                fd = stack.enter_context(files.locked_temporary(folder))
+                files.append(fd, path.name.removesuffix(SUFFIX).encode("utf-8", "surrogateescape"), folder)
+        yield
+
+
+def names_in_use(root: Path) -> set[str]:
+    """Return the names of the sessions that somebody has open. Raises: ReadError."""
+    found = files.live_temporaries(root / FOLDER / USERS)
+    return {name.decode("utf-8", "surrogateescape") for name in found if name}
