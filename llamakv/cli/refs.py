@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamakv.cli import config
 from llamakv.errors import ExistsError, NotFoundError
 
 _PLACE = re.compile(r"(.+)@(turn\d{1,18}|\d{1,18})", re.ASCII | re.DOTALL)
@@ -19,6 +20,19 @@ class Target:
     ref: str
     path: Path
     name: str | None
+
+
+def existing_store(option: Path | None) -> Path:
+    """The store to look into: one that was named must be there.
+
+    Raises:
+        NotFoundError: it is not.
+    """
+    root = config.store_dir(option)
+    if option is not None and not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise NotFoundError(f"there is no store '{root}': it {what}", hint="llamakv ls", path=str(root))
+    return root
 
 
 def existing(root: Path, ref: str, *, hint: str | None = "llamakv ls") -> Target:

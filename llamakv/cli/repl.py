@@ -81,8 +81,24 @@ class Repl:
             by_interrupt = False
         except KeyboardInterrupt:
             by_interrupt = True
+        self._save_what_is_not()
         self._farewell()
         return by_interrupt
+
+    def _save_what_is_not(self) -> None:
+        """Try once more to save turns that could not be saved when they ended.
+
+        Raises:
+            LlamakvError: it still cannot be done; the process ends with its status.
+        """
+        if self._conversation.n_unsaved_turns and self._conversation.path is not None:
+            try:
+                with running(self._output) as reporter:
+                    self._conversation.save(None, reporter)
+            except LlamakvError as error:
+                turns = render.count(self._conversation.n_unsaved_turns, "turn")
+                error.message = f"{turns} could not be saved: {error.message}"
+                raise
 
     def _take(self, text: str) -> None:
         output = self._output
@@ -100,6 +116,8 @@ class Repl:
                 output.note(error.message)
             else:
                 output.show(error)
+                if self._conversation.n_unsaved_turns:
+                    output.note("this turn is not saved: /save FILE keeps the conversation elsewhere")
         output.interrupts.check_ending()
 
     def _reply(self, ask: Callable[[Reporter], Answer]) -> None:

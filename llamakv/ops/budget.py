@@ -307,8 +307,8 @@ def no_room(max_bytes: int, n_new: int, n_kept: int, staying: Sequence[SurveyedS
         parts.append(f"the {size(n_kept)} that must stay ({listed(names_of(staying))})")
     return NoRoomError(
         f"the store's budget of {size(max_bytes)} is too small for {' and '.join(parts)}",
-        hint="--max-bytes SIZE allows more for this command, llamakv prune makes room, llamakv inspect --store shows "
-        "what takes it",
+        hint="--max-bytes SIZE allows more for this command, llamakv unpin and rm make room, llamakv inspect --store "
+        "shows what takes it",
         needed_bytes=n_new + n_kept,
         max_bytes=max_bytes,
     )

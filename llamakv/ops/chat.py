@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from llamakv.ops.conversation import Conversation, ConversationStats
+from llamakv.ops.conversation import Conversation
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import CHAT_SAMPLING, find_model, merge_memory, merge_sampling, random_seed
 from llamakv.ops.opening import OpenModel, resume
 from llamakv.ops.places import cut_at
 from llamakv.ops.reading import chat_of, template_of
-from llamakv.ops.requests import ChatRequest, Opened, Reporter
+from llamakv.ops.requests import ChatRequest, ConversationStats, Opened, Reporter
 from llamakv.records import Message, Sampling, SessionRecord
 from llamakv.store.session_file import check_writable, read_session
 

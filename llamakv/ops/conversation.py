@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,26 +21,9 @@ from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import begin_with_prefix
 from llamakv.ops.reading import chat_of, placed, template_of, tokenise, with_system
 from llamakv.ops.reply import write_reply
-from llamakv.ops.requests import Answer, Opened, Reporter, ResumeOptions, Saved
+from llamakv.ops.requests import Answer, ConversationStats, Opened, Reporter, ResumeOptions, Saved
 from llamakv.records import Chat, Message, Sampling
 from llamakv.store.session_file import SessionInfo, check_writable, read_session
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationStats:
-    """Where a conversation stands; bytes are those of the file last saved to, 0 if none."""
-
-    n_tokens: int
-    n_cells: int
-    n_ctx: int
-    n_ctx_max: int
-    n_turns: int
-    n_raw_bytes: int
-    n_stored_bytes: int
-    reused: int
-    evaluated: int
-    generated: int
-    tokens_per_s: float
 
 
 class Conversation:
@@ -77,6 +60,7 @@ class Conversation:
         self._overwrite = overwrite
         self._name = name
         self._reuse_from = reuse_from
+        self._n_unsaved = 0
         self._totals = {"reused": back.reused, "evaluated": back.evaluated, "generated": 0}
         self._last_rate = 0.0
 
@@ -96,6 +80,11 @@ class Conversation:
     def messages(self) -> tuple[Message, ...]:
         """The messages so far, a new system prompt that is yet to be read included."""
         return self._with_system(self._messages)
+
+    @property
+    def n_unsaved_turns(self) -> int:
+        """Turns since the last save that succeeded, where each should have been saved."""
+        return self._n_unsaved
 
     @property
     def sampling(self) -> Sampling:
@@ -382,7 +371,10 @@ class Conversation:
 
     def _saved(self, answer: Answer, reporter: Reporter) -> Answer:
         """The answer after the turn was saved, where it is to be."""
-        return answer if self._path is None else replace(answer, saved=self._save_turn(reporter))
+        if self._path is None:
+            return answer
+        self._n_unsaved += 1
+        return replace(answer, saved=self._save_turn(reporter))
 
     def _save_turn(self, reporter: Reporter) -> Saved:
         assert self._path is not None
@@ -392,7 +384,7 @@ class Conversation:
 
     def _write(self, path: Path, reporter: Reporter, *, overwrite: bool, name: str | None) -> Saved:
         chat = Chat(template=self._template.source, template_digest=self._template.digest, messages=self._messages)
-        return self._keeper.save(
+        saved = self._keeper.save(
             path,
             chat=chat,
             text=None,
@@ -402,3 +394,5 @@ class Conversation:
             name=name,
             aside_on_conflict=True,
         )
+        self._n_unsaved = 0
+        return saved

@@ -29,6 +29,7 @@ from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Compress, Reporter, Saved
 from llamakv.records import Chat, Lineage, MemoryKind, Sampling, SectionKind, SessionRecord, StateSection
 from llamakv.store import codec as store_codec
+from llamakv.store.collector import collect, digests_of
 from llamakv.store.session_file import (
     SessionInfo,
     SessionReader,
@@ -37,7 +38,7 @@ from llamakv.store.session_file import (
     extend_session,
     truncate_sections,
 )
-from llamakv.store.store_folder import is_store
+from llamakv.store.store_folder import is_in_store, is_store
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of the usual file systems
 
@@ -107,8 +108,8 @@ class Keeper:
         record = self._record(chat=chat, text=text, sampling=sampling, name=name, note=note, path=path)
         same_file = self._stored is not None and path == self._stored.path
         asked = None
-        self.make_room(path, reporter=reporter, overwrite=overwrite)
         try:
+            self.make_room(path, reporter=reporter, overwrite=overwrite)
             if self._stored is not None and same_file:
                 info = self._extend(self._stored, record, reporter)
             else:
@@ -150,9 +151,14 @@ class Keeper:
                 new = _counted(self._opened.sequence, 0, reporter)
             else:
                 keep, new = self._parts(source.info.sections, reporter, is_new=True)
-            return create_session(
+            left = _objects_of(path) if overwrite else frozenset()
+            info = create_session(
                 path, record, new, compress=self._compress, overwrite=overwrite, source=source, keep=keep
             )
+            if left := left - {section.digest for section in info.sections}:
+                with contextlib.suppress(StoreError):  # what cannot be done now is for gc
+                    collect(path.parent, left)
+            return info
 
     def _source(self, stack: contextlib.ExitStack) -> SessionReader | None:
         """The session that the first cells in memory came from, held open; None if there is none, or no longer."""
@@ -257,6 +263,14 @@ class Keeper:
             updated_s=time.time(),
             llamakv_version=__version__,
         )
+
+
+def _objects_of(path: Path) -> frozenset[str]:
+    """The objects of the session that is about to be replaced; none that anybody could name if it cannot be read."""
+    try:
+        return digests_of(path) if is_in_store(path) else frozenset()
+    except StoreError:
+        return frozenset()
 
 
 def bytes_of_cells(sequence: LiveSequence, n_cells: int) -> int:

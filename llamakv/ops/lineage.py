@@ -140,5 +140,5 @@ def with_labels(lineage: Lineage, *, before: Lineage, now: Lineage) -> Lineage:
         note=join_note(split_note(lineage.note)[0], split_note(now.note)[1]),
         tags=now.tags,
         pinned=now.pinned,
-        ttl_s=now.ttl_s,
+        ttl_s=now.ttl_s if now.ttl_s != before.ttl_s else lineage.ttl_s,
     )

@@ -13,7 +13,7 @@ from llamakv.ops.requests import Reporter
 from llamakv.store.reuse import reusable_cells, space_of
 from llamakv.store.session_file import SessionInfo, SessionReader, mark_used, sections_up_to
 
-_N_WORTH = 32
+N_WORTH = 16
 """Cells that are worth a look into another session: reading fewer tokens takes a few calls at most."""
 
 
@@ -24,7 +24,7 @@ def begin_with_prefix(
     ``root`` has the cells of, and say so. Returns the number of cells; 0 where there is none worth it, and where
     ``root`` is None. A session that cannot be used after all is passed over: its tokens are read like all others.
     """
-    if root is None or len(tokens) <= _N_WORTH:
+    if root is None or len(tokens) <= N_WORTH:
         return 0
     from llamakv.store.cache import StoreCache  # late: SQLite is not needed by most commands
 
@@ -34,7 +34,7 @@ def begin_with_prefix(
             hint = cache.longest_prefix(space, tokens)
     except StoreError:
         return 0
-    if hint is None or hint.n_cells < _N_WORTH:
+    if hint is None or hint.n_cells < N_WORTH:
         return 0
     sequence = opened.sequence
     try:
@@ -43,7 +43,7 @@ def begin_with_prefix(
             if space_of(info.record.identity, info.record.settings, info.record.versions) != space:
                 return 0
             n_cells = usable_cells(info, tokens)
-            if n_cells < _N_WORTH:
+            if n_cells < N_WORTH:
                 return 0
             sections = sections_up_to(info.record.kind, info.sections, n_cells)
             restore_sections(sequence, tokens, reader, sections, n_cells, reporter)

@@ -7,13 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import LockedError
+from llamakv.errors import LockedError, UsageError
 from llamakv.ops.budget import is_as_surveyed, no_room
 from llamakv.ops.requests import Reporter
 from llamakv.store import files
 from llamakv.store.collector import Collected, collect
 from llamakv.store.retention import Rules, Verdict, judge, remove_session
-from llamakv.store.store_folder import read_budget
+from llamakv.store.store_folder import check_is_store, read_budget
 from llamakv.store.survey import Survey, take_survey
 from llamakv.store.usage import names_in_use
 
@@ -51,11 +51,16 @@ def prune(root: Path, rules: Rules, reporter: Reporter, *, is_dry_run: bool = Fa
     written, or was used or changed since the rules were applied, stays and is named in ``skipped``.
 
     Raises:
+        UsageError: no store, or a tag that no session has.
         NoRoomError: what is pinned is over the budget; nothing is removed.
         FormatError: the store or a session in it cannot be read; nothing is removed.
         ReadError, WriteError, LockedError.
     """
+    check_is_store(root)
     survey = surveyed(root, reporter)
+    for tag in rules.tags:
+        if not any(tag in session.lineage.tags for session in survey.sessions):
+            raise UsageError(f"no session has the tag {tag!r}: nothing was removed", hint="llamakv ls shows the tags")
     verdicts = judge(survey, rules, now_s=time.time(), keep=names_in_use(root))
     left = [verdict.session for verdict in verdicts if verdict.is_kept]
     if rules.max_bytes is not None and survey.n_bytes_of(left) > rules.max_bytes:
@@ -113,6 +118,7 @@ def gc(root: Path, reporter: Reporter, *, is_dry_run: bool = False) -> Collected
         FormatError: the store or a session in it cannot be read; nothing is removed.
         ReadError, WriteError, LockedError.
     """
+    check_is_store(root)
     read_budget(root)
     return collect(root, dry_run=is_dry_run, on_progress=lambda n_done, n: reporter.progress("collect", n_done, n))
 

@@ -16,7 +16,7 @@ from llamakv.store.collector import collect
 from llamakv.store.objects import Objects
 from llamakv.store.repair import drop_cache, go_back, move_unreadable, remove_temporaries, rewrite, save_before
 from llamakv.store.session_file import SessionInfo
-from llamakv.store.store_folder import StoreBudget, is_store, write_budget
+from llamakv.store.store_folder import StoreBudget, check_is_store, is_store, write_budget
 
 
 class Outcome(StrEnum):
@@ -113,9 +113,11 @@ def repair_store(root: Path, reporter: Reporter, *, is_dry_run: bool = False) ->
     again, or was left by killed writers, is removed. Running it again after it was killed finishes the work.
 
     Raises:
+        UsageError: no store.
         NewerFormatError, ReadError: the store cannot be read.
         InterruptedByUser, WriteError: what was repaired so far is.
     """
+    check_is_store(root)
     is_wrong = store_error(root) is not None
     n_temporaries = 0
     if not is_dry_run:

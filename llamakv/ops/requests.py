@@ -133,6 +133,23 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationStats:
+    """Where a conversation stands; bytes are those of the file last saved to, 0 if none."""
+
+    n_tokens: int
+    n_cells: int
+    n_ctx: int
+    n_ctx_max: int
+    n_turns: int
+    n_raw_bytes: int
+    n_stored_bytes: int
+    reused: int
+    evaluated: int
+    generated: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One reply. ``reused`` tokens came from a saved or live prefix, ``evaluated`` were read for this reply,
     ``generated`` were written. ``finish_reason`` is ``stop``, ``length``, ``context`` or ``interrupted``.

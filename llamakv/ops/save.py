@@ -245,7 +245,7 @@ def _read(
     kept_s = time.monotonic()
     while len(sequence.tokens) < len(tokens):
         n_done = sequence.n_cells - reused
-        stretch = _N_STRETCH if n_done else _N_FIRST
+        stretch = _N_STRETCH - n_done % _N_STRETCH if n_done else _N_FIRST
         until = min(sequence.n_cells + stretch + 1, len(tokens))
         try:
             sequence.extend(

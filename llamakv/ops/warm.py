@@ -6,13 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llamakv.errors import AbortedError, ExistsError, InterruptedByUser, LlamakvError, NotFoundError
+from llamakv.errors import (
+    AbortedError,
+    ExistsError,
+    FormatError,
+    InterruptedByUser,
+    LlamakvError,
+    NotFoundError,
+)
 from llamakv.ops.keeping import Keeper
+from llamakv.ops.lineage import join_note, split_note
 from llamakv.ops.matching import find_model, merge_memory
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Reporter, SaveRequest
 from llamakv.ops.save import SaveResult, read_and_keep, tokens_of
-from llamakv.records import Lineage
+from llamakv.records import Lineage, SessionRecord
 from llamakv.store.session_file import SessionInfo, change_lineage, check_writable, mark_used, read_session
 
 TAG = "warm"
@@ -22,12 +30,13 @@ TAG = "warm"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmed:
     """One prefix: what was read of it (None: the session was there already), or why it could not be; ``info`` is its
-    session."""
+    session. ``is_replaced``: it took the place of one that was read of another text."""
 
     request: SaveRequest
     info: SessionInfo | None = None
     result: SaveResult | None = None
     error: LlamakvError | None = None
+    is_replaced: bool = False
 
 
 def warm_prefixes(requests: Sequence[SaveRequest], reporter: Reporter, *, on_result: Callable[[Warmed], None]) -> bool:
@@ -65,14 +74,23 @@ def _warm(opened: OpenModel, request: SaveRequest, reporter: Reporter) -> Warmed
         mark_used(there.path)
         return Warmed(request=request, info=_pinned(there))
     check_writable(request.path, overwrite=request.overwrite or request.path.exists())
-    request = replace(request, overwrite=True)
+    labels = _labels_of(request)
     keeper = Keeper(opened, None, compress=request.compress, budget=request.budget)
-    result = read_and_keep(opened, keeper, request, None, reporter, started=started)
-    return Warmed(request=request, info=_pinned(result.saved.info), result=result)
+    result = read_and_keep(opened, keeper, replace(request, overwrite=True), None, reporter, started=started)
+    info = _pinned(result.saved.info, labels)
+    return Warmed(request=request, info=info, result=result, is_replaced=labels is not None)
+
+
+def _labels_of(request: SaveRequest) -> Lineage | None:
+    """What the user says of the session that is about to be made again."""
+    try:
+        return read_session(request.path).record.lineage
+    except (NotFoundError, FormatError):
+        return None
 
 
 def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
-    """The session of a prefix, if it holds just that and all of it.
+    """The session of a prefix, if it holds all of it; somebody may have gone on with it.
 
     Raises:
         ExistsError: there is another session, which ``warm`` did not make.
@@ -82,8 +100,9 @@ def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
     except NotFoundError:
         return None
     record = info.record
-    is_own = TAG in record.lineage.tags
-    if record.tokens == tokens_of(opened, request) and info.n_cells_held == len(record.tokens) - 1:
+    is_own = TAG in record.lineage.tags and record.lineage.parent_id is None and not _has_reply(record)
+    wanted = tokens_of(opened, request)
+    if record.tokens[: len(wanted)] == wanted and info.n_cells_held >= len(wanted) - 1:
         same = (record.identity, record.settings, record.versions) == (
             opened.identity,
             opened.model.settings,
@@ -93,15 +112,22 @@ def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
             return info
     if not is_own and not request.overwrite:
         raise ExistsError(
-            f"{request.path} holds another session ({len(record.tokens):,} tokens), which warm did not make",
+            f"{request.path} holds another session ({len(record.tokens):,} tokens): warm did not make it, or somebody "
+            "went on with it",
             hint="add --force to replace it, or rename the file",
             path=str(request.path),
         )
     return None
 
 
-def _pinned(info: SessionInfo) -> SessionInfo:
+def _has_reply(record: SessionRecord) -> bool:
+    return record.chat is not None and any(message.role == "assistant" for message in record.chat.messages)
+
+
+def _pinned(info: SessionInfo, labels: Lineage | None = None) -> SessionInfo:
     def change(lineage: Lineage) -> Lineage:
-        return replace(lineage, pinned=True, tags=tuple(sorted({*lineage.tags, TAG})))
+        before = labels or lineage
+        note = join_note(split_note(lineage.note)[0], split_note(before.note)[1])
+        return replace(lineage, pinned=True, tags=tuple(sorted({*lineage.tags, *before.tags, TAG})), note=note)
 
     return change_lineage(info.path, change)

@@ -27,7 +27,8 @@ from llamakv.store.summary import SessionSummary, UnreadableSession, decode_summ
 
 OnProgress = Callable[[int, int], None]
 
-_STAMP = struct.Struct("<Q3q")
+_STAMP = struct.Struct("<4q")
+_MOST = 2**63 - 1  # times beyond it (the year 2262) count as that
 _UNSETTLED = b""  # the stamp of a file that may be written once more without a change of its times
 _SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system (FAT)
 _N_BATCH_BYTES = 8 << 20  # written at a time: others wait for that long, and what was read lies in memory
@@ -119,7 +120,7 @@ class StoreCache:
         folder, now_ns = _folder_stamp(self._root), time.time_ns()
         known: dict[bytes, bytes] = dict(self._database.rows("SELECT name, stamp FROM sessions"))
         stamps = session_stamps(self._root)  # later: what is known but not there was removed
-        self._stamps = {_to_bytes(name): _STAMP.pack(*stamp) for name, stamp in stamps.items()}
+        self._stamps = {_to_bytes(name): _pack_stamp(stamp) for name, stamp in stamps.items()}
         self._unreadable = {}
         if known != self._stamps:
             self._forget([(name, stamp) for name, stamp in known.items() if name not in self._stamps])
@@ -128,11 +129,11 @@ class StoreCache:
                 self._remember(batch)
             self._forget([(name, known[name]) for name in self._unreadable if name in known])
         if folder is not None and _is_settled(folder, now_ns):
-            self._note_folder(_STAMP.pack(*folder))
+            self._note_folder(_pack_stamp(folder))
 
     def _refresh_if_changed(self) -> None:
         folder = _folder_stamp(self._root)
-        if folder is None or self._noted_folder() != _STAMP.pack(*folder):
+        if folder is None or self._noted_folder() != _pack_stamp(folder):
             self._refresh()
 
     def _noted_folder(self) -> object:
@@ -304,6 +305,10 @@ def _folder_stamp(root: Path) -> Stamp | None:
 def _is_settled(stamp: Stamp, now_ns: int) -> bool:
     """Whether whatever happens to a file from now on shows in its stamp."""
     return abs(now_ns - stamp[3]) > _SETTLED_NS
+
+
+def _pack_stamp(stamp: Stamp) -> bytes:
+    return _STAMP.pack(*(max(-_MOST, min(number, _MOST)) for number in stamp))
 
 
 def _to_bytes(name: str) -> bytes:

@@ -13,7 +13,7 @@ from llamakv.records import SessionRecord
 from llamakv.store import files, format
 from llamakv.store.sections import StoredSection
 from llamakv.store.session_info import SessionInfo
-from llamakv.store.session_reader import SessionReader, read_session
+from llamakv.store.session_reader import SessionReader, read_session, verify_session
 from llamakv.store.session_writer import check_writable, create_session
 from llamakv.store.store_folder import is_in_store, is_store
 
@@ -66,7 +66,9 @@ def _is_moved(target: Path, record: SessionRecord, info: SessionInfo) -> bool:
         there = read_session(target)
     except (StoreError, NotFoundError):
         return False
-    return there.record == record and [s.digest for s in there.sections] == [s.digest for s in info.sections]
+    if there.record != record or [s.digest for s in there.sections] != [s.digest for s in info.sections]:
+        return False
+    return verify_session(target).is_sound  # else it may only look like it: what it was moved from is to go
 
 
 def _rename(info: SessionInfo, target: Path) -> bool:

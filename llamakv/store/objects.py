@@ -223,6 +223,8 @@ def _parse(fd: int, path: Path, digest: str) -> OpenObject:
     frame, n_frame, magic, version, encoding, zero, n_raw, first, second, found = _HEAD.unpack(body)
     if (frame, n_frame, magic) != (_FRAME_MAGIC, N_HEAD - 8, _MAGIC):
         raise damaged(path, "it is something else, or its first bytes are damaged")
+    if digest_bytes(body) != head[_HEAD.size :]:
+        raise damaged(path, "its header is damaged")
     if version > VERSION:
         raise NewerFormatError(
             f"'{path}' has object version {version}, this llamakv reads up to {VERSION}",
@@ -231,7 +233,7 @@ def _parse(fd: int, path: Path, digest: str) -> OpenObject:
             expected=VERSION,
             actual=version,
         )
-    if digest_bytes(body) != head[_HEAD.size :] or zero or version < 1 or encoding >= len(format.ENCODINGS):
+    if zero or version < 1 or encoding >= len(format.ENCODINGS):
         raise damaged(path, "its header is damaged")
     if found.hex() != digest:
         raise damaged(path, f"it is section {found.hex()[:16]}")

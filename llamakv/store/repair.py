@@ -27,7 +27,8 @@ def rewrite(info: SessionInfo, rest: Rest) -> SessionInfo:
     Raises: NotFoundError, LockedError, ConflictError (saved since ``info`` was read), FormatError, WriteError: it is as
     it was.
     """
-    used_ns = os.stat(info.path).st_mtime_ns
+    with files.reading(info.path):
+        used_ns = os.stat(info.path).st_mtime_ns
     is_partial = rest.n_cells < len(info.record.tokens) - 1
     repaired = extend_session(info, info.record, keep=rest.sections, new=(), is_partial=is_partial)
     files.set_time(info.path, used_ns)
@@ -127,6 +128,10 @@ def drop_cache(root: Path) -> None:
     """Throw away what was computed from a store's files, at once for whoever looks; what cannot be removed is left."""
     old = root / f"{CACHE}.old"
     with contextlib.suppress(OSError):
+        if (root / CACHE).is_symlink():
+            files.discard(root / CACHE)
+        if old.is_symlink():
+            files.discard(old)
         shutil.rmtree(old, ignore_errors=True)
         files.publish(root / CACHE, old, overwrite=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -128,12 +128,19 @@ class ObjectWriter:
     def __init__(self, store: Objects, claim: Claim) -> None:
         self._objects, self._claim = store, claim
         self.n_written = 0
+        self.new: set[str] = set()
+        """Digests of objects that were not there before."""
+
+    def check(self) -> None:
+        """Prove that objects could be claimed now. Raises: WriteError, LockedError."""
+        self._claim.add([])
 
     def add(self, item: Encoded) -> StoredSection:
         """See ``SectionWriter``."""
         section, encoded = item.section, item.encoded
         digest = encoded.digest.hex()
-        self._claim.add([digest])
+        if self._claim.add([digest]):
+            self.new.add(digest)
         self.n_written += self._objects.put(encoded)
         return self._row(
             StoredSection(
@@ -158,7 +165,8 @@ class ObjectWriter:
         for _ in source.read([section]):
             pass
         row = source.in_file_form(section)
-        self._claim.add([section.digest])
+        if self._claim.add([section.digest]):
+            self.new.add(section.digest)
         n_padding = row.n_stored - sum(row.frames)
         stored = b"".join(source.read_stored(section, _N_COPY))
         self.n_written += self._objects.put_stored(

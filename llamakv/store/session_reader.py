@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,8 @@ from llamakv.store.session_info import SessionInfo, load_info
 from llamakv.store.system_errors import is_lost
 
 N_AHEAD = 5  # seven sections of memory, the one being consumed included; decoding adds about 1 MiB each
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+_N_FILES_SPARE = 16  # for what is read ahead, and everything else
 _N_INLINE_RAW = 512 << 10  # less than this is decoded faster than threads start
 
 
@@ -106,7 +110,8 @@ class SessionReader:
         return self._objects
 
     def hold(self, sections: Sequence[StoredSection]) -> None:
-        """Open the objects of ``sections``: from now on nobody can take them away.
+        """Open the objects of ``sections``: from now on nobody can take them away. Of more than the system lets a
+        process have open (ulimit -Hn), only as many as it does.
 
         Raises: ConflictError (the session was saved or removed by somebody else meanwhile, and its objects collected:
         read it again), DamagedError, NewerFormatError, ReadError.
@@ -115,7 +120,14 @@ class SessionReader:
         missing = [section for digest, section in wanted.items() if digest not in self._held]
         files.allow_open_files(len(self._held) + len(missing))
         for section in missing:
-            self._held[section.digest] = self._open(section)
+            try:
+                self._held[section.digest] = self._open(section)
+            except ReadError as error:
+                if error.fields.get("errno") not in _TOO_MANY_FILES:
+                    raise
+                for _ in range(min(len(self._held), _N_FILES_SPARE)):  # these and the rest are opened when needed
+                    os.close(self._held.popitem()[1].fd)
+                return
 
     def _is_changed(self) -> bool:
         try:
@@ -140,17 +152,28 @@ class SessionReader:
 
         Raises: as ``hold``.
         """
+        with self._located(section) as (_, _, _, row):
+            return row
+
+    @contextlib.contextmanager
+    def _located(self, section: StoredSection) -> Iterator[tuple[int, Path, int, StoredSection]]:
+        """Where a section's bytes are: an open file, its path and an offset; and its row as it would be in a file."""
         if not section.in_store:
-            return section
-        self.hold([section])
-        found = self._held[section.digest]
-        return replace(
-            section,
-            in_store=False,
-            encoding=found.encoding,
-            frames=found.frames,
-            n_stored=found.n_bytes - objects.N_HEAD,
-        )
+            yield self._fd, self._path, section.offset, section
+            return
+        held = self._held.get(section.digest)
+        found = held or self._open(section)
+        n_stored = found.n_bytes - objects.N_HEAD
+        try:
+            yield (
+                found.fd,
+                found.path,
+                objects.N_HEAD,
+                replace(section, in_store=False, encoding=found.encoding, frames=found.frames, n_stored=n_stored),
+            )
+        finally:
+            if held is None:
+                os.close(found.fd)
 
     def read(self, sections: Sequence[StoredSection]) -> Iterator[StateSection]:
         """Return the given sections of ``info`` (or of ``truncate_sections``) with their bytes, in the order given.
@@ -174,21 +197,14 @@ class SessionReader:
 
         Raises: DamagedError (the file has become shorter), ReadError.
         """
-        row = self.in_file_form(section)
-        fd, path, start = self._place(section)
-        end = start + row.n_stored
-        for offset in range(start, end, n_bytes):
-            n_wanted = min(n_bytes, end - offset)
-            piece = files.read_at(fd, n_wanted, offset, path)
-            if len(piece) < n_wanted:
-                raise damaged(path, f"file ends at {offset + len(piece)}, inside a section")
-            yield piece
-
-    def _place(self, section: StoredSection) -> tuple[int, Path, int]:
-        if section.in_store:
-            found = self._held[section.digest]
-            return found.fd, found.path, objects.N_HEAD
-        return self._fd, self._path, section.offset
+        with self._located(section) as (fd, path, start, row):
+            end = start + row.n_stored
+            for offset in range(start, end, n_bytes):
+                n_wanted = min(n_bytes, end - offset)
+                piece = files.read_at(fd, n_wanted, offset, path)
+                if len(piece) < n_wanted:
+                    raise damaged(path, f"file ends at {offset + len(piece)}, inside a section")
+                yield piece
 
     def find_damage(self, sections: Sequence[StoredSection] | None = None) -> Iterator[DamagedSection | None]:
         """Read and verify sections of ``info``, all unless they are given; yield None for one that is sound.
@@ -220,20 +236,19 @@ class SessionReader:
         return None
 
     def _decode(self, section: StoredSection) -> StateSection:
-        row = self.in_file_form(section)
-        fd, path, start = self._place(section)
-        try:
-            data = codec.decode(
-                lambda n_bytes, offset: files.read_at(fd, n_bytes, offset, path),
-                encoding=row.encoding,
-                offset=start,
-                frames=row.frames,
-                n_raw=section.n_raw,
-                digest=bytes.fromhex(section.digest),
-            )
-        except CodecError as error:
-            where = f"{section.kind} section [{section.p0}, {section.p1})"
-            raise damaged(self._path, f"{where}: {error}") from error
+        with self._located(section) as (fd, path, start, row):
+            try:
+                data = codec.decode(
+                    lambda n_bytes, offset: files.read_at(fd, n_bytes, offset, path),
+                    encoding=row.encoding,
+                    offset=start,
+                    frames=row.frames,
+                    n_raw=section.n_raw,
+                    digest=bytes.fromhex(section.digest),
+                )
+            except CodecError as error:
+                where = f"{section.kind} section [{section.p0}, {section.p1})"
+                raise damaged(self._path, f"{where}: {error}") from error
         return StateSection(kind=section.kind, p0=section.p0, p1=section.p1, p_used=section.p_used, data=data)
 
 

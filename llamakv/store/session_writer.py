@@ -20,9 +20,10 @@ from llamakv.errors import (
     WriteError,
 )
 from llamakv.records import Lineage, SessionRecord, StateSection
-from llamakv.store import codec, files, format
+from llamakv.store import codec, files, format, objects
 from llamakv.store.claims import claiming
 from llamakv.store.codec import AUTO, CompressOption
+from llamakv.store.collector import collect
 from llamakv.store.format import Commit
 from llamakv.store.objects import Objects
 from llamakv.store.section_writers import FileWriter, ObjectWriter, add_all
@@ -53,6 +54,9 @@ def check_writable(path: str | os.PathLike[str], *, overwrite: bool) -> None:
             raise ExistsError(f"'{path}' already exists", path=str(path))
         _check_replaceable(path)
     files.check_folder(path.parent)
+    with _object_writer(path) as store:
+        if store is not None:
+            store.check()
 
 
 def _check_replaceable(path: Path) -> None:
@@ -158,6 +162,8 @@ def extend_session(
                 expected=base.generation,
                 actual=on_disk.generation,
             )
+        if not is_in_store(path) and (gone := next((s for s in keep if s.in_store), None)) is not None:
+            raise objects.lost(path, gone.digest)  # the folder is no store any more
         if is_in_store(path):
             return _replace_index(
                 fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial
@@ -233,8 +239,15 @@ def _object_writer(path: Path) -> Iterator[ObjectWriter | None]:
         return
     read_budget(path.parent)  # refuses a store of a later version
     store = Objects(path.parent)
-    with claiming(store) as claim:
-        yield ObjectWriter(store, claim)
+    with contextlib.ExitStack() as stack:
+        writer = ObjectWriter(store, stack.enter_context(claiming(store)))
+        try:
+            yield writer
+        except Exception:
+            stack.close()  # the claim ends before what was written for nothing is removed
+            with contextlib.suppress(LlamakvError):
+                collect(path.parent, writer.new)
+            raise
 
 
 def _told(stored: Iterator[StoredSection], on_section: OnSection | None) -> Iterator[StoredSection]:

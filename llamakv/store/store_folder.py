@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from llamakv.errors import DamagedError, ExistsError, NewerFormatError, NotASessionError, NotFoundError, ReadError
+from llamakv.errors import (
+    DamagedError,
+    ExistsError,
+    NewerFormatError,
+    NotASessionError,
+    NotFoundError,
+    ReadError,
+    UsageError,
+)
 from llamakv.store import files
 from llamakv.store.objects import FOLDER
 
@@ -50,6 +58,24 @@ def limit_of(session: Limited, ttl_s: float | None) -> float | None:
 def is_store(folder: Path) -> bool:
     """Return whether ``folder`` is a store."""
     return os.path.lexists(folder / MARKER) or os.path.isdir(folder / FOLDER)
+
+
+def check_is_store(folder: Path) -> None:
+    """Refuse a folder that is something else before sessions in it are removed or moved. One that does not exist, or
+    in which nothing looks like a session, is an empty store.
+
+    Raises: UsageError.
+    """
+    try:
+        is_other = not is_store(folder) and any(map(is_session_name, os.listdir(folder)))
+    except OSError:
+        return
+    if is_other:
+        raise UsageError(
+            f"'{folder}' is not a store: nothing was ever saved into it by name",
+            hint=f"llamakv budget --ttl none --store '{folder}' makes it one",
+            path=str(folder),
+        )
 
 
 def is_session_name(name: str) -> bool:

@@ -25,11 +25,21 @@ def using(path: Path) -> Iterator[None]:
                 folder = path.parent / FOLDER / USERS
                 files.make_private_folder(folder)
                 fd = stack.enter_context(files.locked_temporary(folder))
-                files.append(fd, path.name.removesuffix(SUFFIX).encode("utf-8", "surrogateescape"), folder)
+                files.append(fd, b"/".join(_names(path)), folder)
         yield
 
 
 def names_in_use(root: Path) -> set[str]:
     """Return the names of the sessions that somebody has open. Raises: ReadError."""
     found = files.live_temporaries(root / FOLDER / USERS)
-    return {name.decode("utf-8", "surrogateescape") for name in found if name}
+    return {name.decode("utf-8", "surrogateescape") for data in found for name in data.split(b"/") if name}
+
+
+def _names(path: Path) -> list[bytes]:
+    """A session's name in its store, and that of the one it is a link to."""
+    names = [path.name]
+    with contextlib.suppress(OSError):
+        target = path.resolve()
+        if target.parent == path.parent.resolve():
+            names.append(target.name)
+    return [name.removesuffix(SUFFIX).encode("utf-8", "surrogateescape") for name in dict.fromkeys(names)]

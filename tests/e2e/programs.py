@@ -91,6 +91,6 @@ def finish(process: subprocess.Popen[str], text: str = "") -> Ran:
         out, err = process.communicate(text, timeout=TIMEOUT_S)
     finally:
         process.kill()
-    assert "Traceback" not in err
-    assert "internal error" not in err
+    assert "Traceback" not in err, err
+    assert "internal error" not in err, err
     return Ran(process.returncode, out, err)

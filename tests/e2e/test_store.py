@@ -303,6 +303,7 @@ def crowded(store: Store, tmp_path: Path, *, n_names: int, n_turns: int, n_proce
     assert len(list(Objects(store.folder).all())) > n_names
 
 
+@pytest.mark.slow
 def test_sessions_of_processes_that_are_killed_go_on_as_if_they_had_not_been(store: Store, tmp_path: Path) -> None:
     crowded(store, tmp_path, n_names=2, n_turns=2, n_processes=3, seed=1)
 

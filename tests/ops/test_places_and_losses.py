@@ -126,7 +126,9 @@ def test_what_was_lost_is_read_again_and_kept_again(
     heard = Heard()
     with driver.resume(path, heard) as again, driver.resume(expected) as live:
         assert (again.opened.reused, again.opened.evaluated) == (held, n_tokens - 1 - held)
-        assert any(f"{n_tokens - 1 - held:,} of {n_tokens - 1:,} tokens is not stored" in text for text in heard.notices)
+        assert any(
+            f"{n_tokens - 1 - held:,} of {n_tokens - 1:,} tokens is not stored" in text for text in heard.notices
+        )
         answer, wanted = again.send("And now?", Heard().reporter), live.send("And now?", Heard().reporter)
         assert answer.text[:16] == wanted.text[:16]  # read again in other batches: near ties may flip later on
         assert [replace(m, time_s=None) for m in again.messages[:-1]] == [

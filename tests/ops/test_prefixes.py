@@ -210,7 +210,7 @@ def test_a_session_keeps_what_it_began_with_when_the_other_goes(dense: Driver, r
 def test_a_scrap_of_a_long_section_does_not_keep_it_alive(dense: Driver, root: Path) -> None:
     first = dense.save(named(root, "first"), TEXT, raw=True).saved.info
     second = dense.save(named(root, "second"), TEXT[:120] + "Zebra. " * 9, raw=True, reuse_from=root)
-    assert second.reused > prefixes._N_WORTH
+    assert second.reused > prefixes.N_WORTH
     assert not {s.digest for s in second.saved.info.sections} & {s.digest for s in first.sections}
 
 

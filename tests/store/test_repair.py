@@ -22,6 +22,7 @@ from llamakv.store import files, objects
 from llamakv.store.checking import Trouble
 from llamakv.store.claims import claiming
 from llamakv.store.collector import collect
+from llamakv.store.digests import digest_bytes
 from llamakv.store.objects import Objects
 from llamakv.store.session_file import SessionReader, create_session, extend_session, read_session
 from llamakv.store.store_folder import StoreBudget, make_store, read_budget, write_budget
@@ -46,6 +47,8 @@ def outcomes(report):
 def make_newer(path):
     data = bytearray(path.read_bytes())
     data[16] = 9  # the version, in session files and objects alike
+    if path.suffix != ".bin":
+        data[80:112] = digest_bytes(bytes(data[:80]))  # an object's header is whole
     path.write_bytes(data)
 
 

@@ -28,6 +28,11 @@ from tests.store.samples import cells, make_record
 from tests.store.test_durability import Died, FailingFiles, as_nobody, error_of
 
 
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # what is on the disk when is for other tests
+
+
 @pytest.fixture
 def root(tmp_path):
     make_store(tmp_path / "store")

@@ -51,7 +51,7 @@ def verify(output: Output, store: StoreGroup, refs: OptionalRefs = None, fast: F
     from llamakv.cli.reporting import running
     from llamakv.ops.checking import verify_sessions, verify_store
 
-    root = config.store_dir(store.store)
+    root = references.existing_store(store.store)
     found = [references.existing(root, ref) for ref in refs or ()]
     with running(output) as reporter:
         if found:
@@ -269,7 +269,7 @@ def repair(output: Output, store: StoreGroup, refs: OptionalRefs = None, dry_run
     from llamakv.cli.reporting import running
     from llamakv.ops.repair import repair_sessions, repair_store
 
-    root = config.store_dir(store.store)
+    root = references.existing_store(store.store)
     found = [references.existing(root, ref) for ref in refs or ()]
     with running(output) as reporter:
         if found:

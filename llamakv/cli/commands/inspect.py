@@ -172,6 +172,8 @@ def _facts(found: Target, report: SessionReport) -> list[tuple[str, str]]:
                     f"llama.cpp {versions.llama_cpp} ({versions.commit}) · {versions.backend}"),
         ("created", render.moment(lineage.created_s)),
         ("saved", f"{render.moment(lineage.updated_s)} · {render.count(lineage.n_saves, 'save')}"),
+        *([("labels", " ".join([*(["pinned"] if lineage.pinned else []), *(f"#{tag}" for tag in lineage.tags)]))]
+          if lineage.pinned or lineage.tags else []),
         *([("note", lineage.note)] if lineage.note else []),
     ]  # fmt: skip
     if lineage.parent_id is not None:

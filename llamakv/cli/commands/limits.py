@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llamakv.cli import config, requests
+from llamakv.cli import config, refs, requests
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import MaxBytes, StoreGroup
 from llamakv.cli.commands.values import not_empty, size_limit, time_limit, time_span, whole
@@ -140,7 +140,7 @@ def prune(
     from llamakv.ops.budget import rules_of
     from llamakv.ops.pruning import prune as prune_store
 
-    root = config.store_dir(store.store)
+    root = refs.existing_store(store.store)
     has_keep = keep_last is not None or keep_within is not None or bool(keep_tag)
     if has_keep and ttl is not None:
         raise UsageError(
@@ -276,7 +276,7 @@ def gc(output: Output, store: StoreGroup, dry_run: DryRun = False) -> None:
     from llamakv.cli.reporting import running
     from llamakv.ops.pruning import gc as collect
 
-    root = config.store_dir(store.store)
+    root = refs.existing_store(store.store)
     with running(output) as reporter:
         found = collect(root, reporter, is_dry_run=dry_run)
     output.document({"store": str(root), "dry_run": dry_run, **_collected_json(found)})

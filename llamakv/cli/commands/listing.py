@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llamakv.cli import config, requests
+from llamakv.cli import refs, requests
 from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import StoreGroup
 from llamakv.cli.commands.values import not_empty
@@ -43,7 +43,7 @@ def ls(output: Output, store: StoreGroup, tree: Tree = False, tag: Tag = None) -
     """
     from llamakv.ops.listing import having_tags, list_sessions
 
-    root = config.store_dir(store.store)
+    root = refs.existing_store(store.store)
     with _progress(output) as on_progress:
         everything = list_sessions(root, ttl_s=requests.ttl_variable(), on_progress=on_progress)
     shown = having_tags(everything, tag) if tag else everything

@@ -118,6 +118,7 @@ def _tell(output: Output, shown: str, result: SaveResult) -> None:
             seconds(result.elapsed_s),
             rate(result.evaluated, result.elapsed_s),
             f"{size(info.n_stored_bytes)} for {size(info.n_raw_bytes)} of state",
+            f"{size(result.saved.n_written)} written" if result.saved.n_written < info.n_stored_bytes else "",
         ]
         if not output.quiet:
             output.write(" · ".join(part for part in parts if part) + "\n")

@@ -77,10 +77,13 @@ def warm(
 
     told: list[Json] = []
     failed = False
+    statuses: list[int] = []
 
     def on_result(warmed: Warmed) -> None:
         nonlocal failed
         failed = failed or warmed.error is not None
+        if warmed.error is not None:
+            statuses.append(warmed.error.exit_status)
         told.append(_json(warmed))
         if not output.json:
             reporter.pause()
@@ -95,7 +98,7 @@ def warm(
         raise typer.Exit(output.interrupts.ending + 128 if output.interrupts.ending is not None else 130)
     output.document(data, status="error" if failed else "ok")
     if failed:
-        raise typer.Exit(PARTLY_DONE_STATUS)
+        raise typer.Exit(statuses[0] if len(statuses) == 1 == len(wanted) else PARTLY_DONE_STATUS)
 
 
 def _name_of(file: str, taken: dict[str, Target]) -> str:
@@ -144,6 +147,7 @@ def _request(
 
 def _tell(output: Output, warmed: Warmed) -> None:
     from llamakv.cli.render import rate, seconds
+    from llamakv.ops.prefixes import N_WORTH
 
     name = str(warmed.request.name)
     if warmed.error is not None:
@@ -155,8 +159,11 @@ def _tell(output: Output, warmed: Warmed) -> None:
         output.write(f"{name}: {n_tokens:,} tokens, there already\n")
         return
     result = warmed.result
+    if n_tokens <= N_WORTH:
+        output.notice(f"{name} is short: fewer than {N_WORTH} tokens are read again rather than looked for")
     parts = [
         f"{name}: {n_tokens:,} tokens",
+        "in the place of an earlier text" if warmed.is_replaced else "",
         f"{result.reused:,} reused, {result.evaluated:,} evaluated",
         seconds(result.elapsed_s),
         rate(result.evaluated, result.elapsed_s),
@@ -176,6 +183,7 @@ def _json(warmed: Warmed) -> Json:
         **common,
         "error": None,
         "is_new": result is not None,
+        "is_replaced": warmed.is_replaced,
         "reused": len(warmed.info.record.tokens) - 1 if result is None else result.reused,
         "evaluated": 0 if result is None else result.evaluated,
         "elapsed_s": 0.0 if result is None else result.elapsed_s,

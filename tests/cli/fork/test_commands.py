@@ -53,7 +53,7 @@ def test_what_cannot_be_shared_or_decoded_together_is_said(
     n = 37
     ran = run("fork", "hybrid.bin", "one", "two", "--at", str(n), *FEW, "-m", models("MH"))
     assert ran.status == 0
-    assert f"{n - 1} tokens were read again\n" in ran.err
+    assert f"{n - 1} tokens is not stored: they are read again\n" in ran.err
     assert "note: hybrid memory is not decoded together: one branch at a time\n" in ran.err
     assert f"2 answers · {n - 1} read again, " in ran.err
     data = run("fork", "hybrid.bin", "one", "two", "--at", str(n), *FEW, "-m", models("MH"), "--json").lines[-1]["data"]

@@ -45,7 +45,7 @@ def test_a_fork_at_a_position_is_a_cold_start_of_those_tokens(driver: Driver, tm
     assert (forked.summary.reused, forked.summary.evaluated) == ((36, 0) if shares else (0, 36))
     assert [result.reused for result in forked.results] == [36, 36, 36]
     assert [result.evaluated for result in forked.results] == [1 + len(suffix) for suffix in suffixes]
-    again = [notice for notice in heard.notices if "36 tokens were read again" in notice]
+    again = [notice for notice in heard.notices if "36 of 36 tokens is not stored: they are read again" in notice]
     assert len(again) == (0 if shares else 1)
 
 
