@@ -90,7 +90,7 @@ def check(saved: dict[str, Saved], space: int, prompt: Sequence[int], hint: Pref
         assert (hint.n_cells, reusable[hint.name]) == (best, best)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_the_hint_is_as_good_as_the_best_session(steps: list[tuple[str, Saved | None, list[int]]]) -> None:
     saved: dict[str, Saved] = {}

@@ -13,7 +13,7 @@ from llamakv.store.store_folder import make_store
 from tests.store import kills
 from tests.store.at_rest import left_over, referenced, there
 
-SHORT_S = 8
+SHORT_S = 4
 LONG_S = 120
 
 
