@@ -24,16 +24,20 @@ def table_text(
     """Return a table no wider than ``width``, if that can be. The first column is folded where it is too long, so that
     nothing of it is lost; the others are cut, numbers (the columns in ``right``) last."""
     lines = [[Text(heading, style="bold") for heading in headings], *rows]
-    widths = [max(length(plain(cell)) for cell in column) for column in zip(*lines, strict=True)]
+    widths = [_width(list(map(plain, column))) for column in zip(*lines, strict=True)]
     n_wanted = sum(widths)
     _narrow(widths, width, right)
     if sum(widths) < n_wanted:
         lines = [part for line in lines for part in _fitted(line, widths)]
     columns = [
-        [_padded(cell, n, is_right=index in right, colour=colour) for cell in column]
+        _padded(column, n, is_right=index in right, colour=colour)
         for index, (column, n) in enumerate(zip(zip(*lines, strict=True), widths, strict=True))
     ]
     return "".join(_GAP.join(line).rstrip(" ") + "\n" for line in zip(*columns, strict=True))
+
+
+def _width(texts: Sequence[str]) -> int:
+    return max(map(len if all(map(str.isascii, texts)) else length, texts))
 
 
 def _narrow(widths: list[int], width: int, right: Sequence[int]) -> None:
@@ -62,7 +66,15 @@ def _like(cell: Cell, text: str) -> Cell:
     return text if isinstance(cell, str) else Text(text, style=cell.style)
 
 
-def _padded(cell: Cell, width: int, *, is_right: bool, colour: bool) -> str:
+def _padded(column: Iterable[Cell], width: int, *, is_right: bool, colour: bool) -> list[str]:
+    if not colour:
+        texts = list(map(plain, column))
+        if all(map(str.isascii, texts)):  # the quick way, for thousands of rows
+            return [text.rjust(width) for text in texts] if is_right else [text.ljust(width) for text in texts]
+    return [_padded_one(cell, width, is_right=is_right, colour=colour) for cell in column]
+
+
+def _padded_one(cell: Cell, width: int, *, is_right: bool, colour: bool) -> str:
     text = plain(cell)
     space = " " * (width - length(text))
     shown = painted(text, str(cell.style)) if colour and isinstance(cell, Text) else text
