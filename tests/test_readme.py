@@ -277,7 +277,7 @@ def test_the_ways_on_share_their_beginning(models, tmp_path: Path) -> None:
     done = run(["bash", script, "I open a bakery. " * 40, "What if?", "And if not?"], tmp_path, **given)
     assert done.returncode == 0, done.stderr
     assert "What if?\n" in done.stdout
-    assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["├──", "what-if-1"], ["└──", "what-if-0"]]
+    assert {line.split()[1] for line in done.stdout.splitlines()[-2:]} == {"what-if-0", "what-if-1"}
     assert "pinned" in done.stdout
     base, *ways = (
         json.loads(run([str(PROGRAM), "inspect", name, "--json"], tmp_path, **given).stdout)["data"]["stored_bytes"]

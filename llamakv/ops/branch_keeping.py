@@ -83,7 +83,9 @@ class BranchKeeper:
             with contextlib.suppress(StoreError, NotFoundError):
                 source = stack.enter_context(SessionReader(self._parent.path))
                 if source.info.commit == self._parent.commit:
-                    keep = _without_whole(sections_to_keep(self._parent.sections, n_shared))
+                    wanted = _without_whole(sections_to_keep(self._parent.sections, n_shared))
+                    source.hold(wanted)
+                    keep = wanted
             n_kept = n_shared if keep else 0
             sections = scheduler.export(run, n_kept)
             return create_session(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llamakv.errors import LockedError, NoRoomError, StoreError
+from llamakv.errors import LockedError, NoRoomError, ReadError, StoreError
 from llamakv.ops.requests import Reporter
 from llamakv.ops.sizes import listed, size
 from llamakv.records import Lineage
@@ -98,9 +98,16 @@ class Budget:
         if not is_store(root):
             return
         reporter = reporter or Reporter()
+        try:
+            self._make_room(root, n_new_bytes or 0, keep, replaces, reporter)
+        except ReadError as error:  # somebody else's file: no reason not to save
+            self._warn(reporter, f"the store's budget could not be kept to: {error.message}")
+
+    def _make_room(
+        self, root: Path, n_new: int, keep: Collection[str], replaces: str | None, reporter: Reporter
+    ) -> None:
         limits = self.limits(root)
         self._expire(root, limits, keep, reporter)
-        n_new = n_new_bytes or 0
         if limits.max_bytes is None or n_bytes_on_disk(root) + n_new <= limits.max_bytes:
             return
         survey = take_survey(root)
@@ -113,25 +120,33 @@ class Budget:
 
     def after_save(self, root: Path, *, keep: Collection[str], reporter: Reporter | None = None) -> None:
         """Keep the store to its budget now that a session was saved. Never fails because of the budget: what was saved
-        stays, with a warning where it is too much.
-
-        Raises:
-            NewerFormatError, DamagedError: the store itself.
+        stays, with a warning where it is too much, or where that cannot be told.
         """
         if not is_store(root):
             return
         reporter = reporter or Reporter()
+        try:
+            self._keep_to_budget(root, keep, reporter)
+        except StoreError as error:
+            self._warn(reporter, f"the store's budget could not be kept to: {error.message}")
+
+    def _warn(self, reporter: Reporter, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            reporter.warning(message)
+
+    def _keep_to_budget(self, root: Path, keep: Collection[str], reporter: Reporter) -> None:
         limits = self.limits(root)
         if limits.max_bytes is None or n_bytes_on_disk(root) <= limits.max_bytes:
             return
         survey = take_survey(root)
         self._remove_oldest(survey, survey.sessions, limits.max_bytes, 0, {*keep, *_locked(survey)}, reporter)
         n_bytes = n_bytes_on_disk(root)
-        if n_bytes > limits.max_bytes and not survey.unreadable and not self._warned:
-            self._warned = True
-            reporter.warning(
+        if n_bytes > limits.max_bytes and not survey.unreadable:
+            self._warn(
+                reporter,
                 f"the store takes {size(n_bytes)}, more than its budget of {size(limits.max_bytes)}: what is left "
-                "is in use or pinned"
+                "is in use or pinned",
             )
 
     def _expire(self, root: Path, limits: StoreBudget, keep: Collection[str], reporter: Reporter) -> None:
@@ -160,12 +175,11 @@ class Budget:
         reporter: Reporter,
     ) -> None:
         if survey.unreadable:
-            if not self._warned:
-                self._warned = True
-                reporter.warning(
-                    f"the store is over its budget of {size(max_bytes)}, and nothing can be removed while "
-                    f"{survey.unreadable[0].name!r} is damaged (llamakv repair)"
-                )
+            self._warn(
+                reporter,
+                f"the store is over its budget of {size(max_bytes)}, and nothing can be removed while "
+                f"{survey.unreadable[0].name!r} is damaged (llamakv repair)",
+            )
             return
         going = make_room(survey, sessions, max_bytes, n_new=n_new, safe=safe) or ()
         if going or survey.orphans:

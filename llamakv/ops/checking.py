@@ -13,6 +13,7 @@ from llamakv.store.checking import trouble_of as trouble_of
 from llamakv.store.collector import session_files
 from llamakv.store.objects import Objects
 from llamakv.store.session_file import SessionInfo, read_session
+from llamakv.store.session_reader import folder_of
 from llamakv.store.store_folder import read_budget
 from llamakv.store.survey import object_lengths
 
@@ -61,7 +62,12 @@ class StoreCheck:
     @property
     def n_wrong(self) -> int:
         """Things that are wrong: files that are damaged, missing or cannot be read, each counted once."""
-        own = sum(section.section.in_store is False for session in self.sessions for section in session.bad)
+        objects = {found.digest for found in self.bad_objects}
+        own = sum(
+            not bad.section.in_store or bad.section.digest not in objects
+            for session in self.sessions
+            for bad in session.bad
+        )
         unreadable = sum(session.error is not None for session in self.sessions)
         return (self.error is not None) + unreadable + len(self.bad_objects) + own
 
@@ -78,13 +84,13 @@ def verify_sessions(paths: Sequence[Path], reporter: Reporter, *, fast: bool = F
     wanted: dict[Path, dict[str, int]] = {}
     for info in infos:
         if isinstance(info, SessionInfo):
-            lengths = wanted.setdefault(info.path.parent, {})
+            lengths = wanted.setdefault(folder_of(info.path), {})
             lengths.update((section.digest, section.n_stored) for section in info.sections if section.in_store)
     n_bytes = sum(sum(lengths.values()) for lengths in wanted.values()) + sum(map(_own_bytes, infos))
     progress = _Progress(reporter, n_bytes)
     checked = {folder: _check_all(folder, lengths, lengths, progress, fast=fast) for folder, lengths in wanted.items()}
     found = [
-        _judge(path, info, checked.get(path.parent, {}), progress, fast=fast)
+        _judge(path, info, checked.get(folder_of(path), {}), progress, fast=fast)
         for path, info in zip(paths, infos, strict=True)
     ]
     for path, session in zip(paths, found, strict=True):
@@ -219,7 +225,7 @@ def _judge(
             return CheckedSession(name=path.stem, path=path, error=now)
         info = now
         digests = [section.digest for section in info.sections if section.in_store]
-        objects = Objects(path.parent)
+        objects = Objects(folder_of(path))
         new = [digest for digest in digests if digest not in checked or checked[digest].trouble is Trouble.MISSING]
         checked.update((found.digest, found) for found in check_objects(objects, new, fast=fast))
         try:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +54,23 @@ class Keeper:
 
     ``stored`` is the session as it is in that file; sections of it up to the sequence's ``n_settled`` are still true.
     Where there is none yet, ``prefix`` may be a session whose first cells the sequence began with. ``budget`` is what
-    a store that is saved to must keep to.
+    a store that is saved to must keep to. ``replaces`` is a session that a first save may take the place of, as long as
+    it is what it was; ``labels`` has the note, tags and pin of a new session.
     """
 
     def __init__(
-        self, opened: OpenModel, stored: SessionInfo | None, *, compress: Compress, budget: Budget | None = None
+        self,
+        opened: OpenModel,
+        stored: SessionInfo | None,
+        *,
+        compress: Compress,
+        budget: Budget | None = None,
+        replaces: SessionInfo | None = None,
+        labels: Lineage | None = None,
     ) -> None:
         self._opened = opened
+        self._replaces = replaces
+        self._labels = labels
         self._budget = budget or Budget()
         self._stored = stored
         self._prefix: SessionInfo | None = None
@@ -150,14 +160,20 @@ class Keeper:
                 keep: tuple[StoredSection, ...] = ()
                 new = _counted(self._opened.sequence, 0, reporter)
             else:
-                keep, new = self._parts(source.info.sections, reporter, is_new=True)
-            left = _objects_of(path) if overwrite else frozenset()
+                keep, new = self._parts(source.info, reporter, is_new=True)
+            replaced = self._replaces if self._replaces is not None and self._replaces.path == path else None
+            left = _objects_of(path) if overwrite or replaced is not None else frozenset()
             info = create_session(
-                path, record, new, compress=self._compress, overwrite=overwrite, source=source, keep=keep
+                path,
+                record,
+                new,
+                compress=self._compress,
+                overwrite=overwrite or replaced is not None,
+                replaces=None if overwrite or replaced is None else replaced.commit,
+                source=source,
+                keep=keep,
             )
-            if left := left - {section.digest for section in info.sections}:
-                with contextlib.suppress(StoreError):  # what cannot be done now is for gc
-                    collect(path.parent, left)
+            _collect_dropped(info, left)
             return info
 
     def _source(self, stack: contextlib.ExitStack) -> SessionReader | None:
@@ -172,23 +188,27 @@ class Keeper:
         return None
 
     def _extend(self, base: SessionInfo, record: SessionRecord, reporter: Reporter) -> SessionInfo:
-        keep, new = self._parts(base.sections, reporter, is_new=False)
+        keep, new = self._parts(base, reporter, is_new=False)
         try:
-            return extend_session(base, record, keep=keep, new=new, compress=self._compress)
+            info = extend_session(base, record, keep=keep, new=new, compress=self._compress)
         except ConflictError:
             now = relabelled(base)
             if now is None:
                 raise
+        else:
+            _collect_dropped(info, {section.digest for section in base.sections if section.in_store})
+            return info
         lineage = with_labels(record.lineage, before=base.record.lineage, now=now.record.lineage)
-        keep, new = self._parts(now.sections, reporter, is_new=False)
+        keep, new = self._parts(now, reporter, is_new=False)
         return extend_session(now, replace(record, lineage=lineage), keep=keep, new=new, compress=self._compress)
 
     def _parts(
-        self, stored: tuple[StoredSection, ...], reporter: Reporter, *, is_new: bool
+        self, base: SessionInfo, reporter: Reporter, *, is_new: bool
     ) -> tuple[tuple[StoredSection, ...], Iterator[StateSection]]:
         """The live state in two parts: stored sections that are still true, and the rest, to be written."""
         sequence = self._opened.sequence
-        n_cells, n_kept = sequence.n_cells, sequence.n_settled
+        n_cells, stored = sequence.n_cells, base.sections
+        n_kept = min(sequence.n_settled, n_common(base.record.tokens, sequence.tokens))
         if is_new and self._opened.info.kind in (MemoryKind.DENSE, MemoryKind.WINDOWED):
             n_kept = _without_scraps(stored, n_kept)
         keep = sections_to_keep(stored, n_kept)
@@ -227,6 +247,8 @@ class Keeper:
         now = time.time()
         if self._stored is None:
             lineage = Lineage(session_id=uuid.uuid4().hex, created_s=now, updated_s=now, llamakv_version=__version__)
+            if (labels := self._labels) is not None:
+                lineage = replace(lineage, tags=labels.tags, pinned=labels.pinned, note=labels.note)
         elif path == self._stored.path:
             lineage = self._stored.record.lineage
         else:
@@ -263,6 +285,14 @@ class Keeper:
             updated_s=time.time(),
             llamakv_version=__version__,
         )
+
+
+def _collect_dropped(info: SessionInfo, before: Collection[str]) -> None:
+    """Remove the objects that a session referred to ``before`` and no session does now, as far as that can be done."""
+    left = set(before) - {section.digest for section in info.sections}
+    if left:
+        with contextlib.suppress(StoreError):  # what is left is for gc
+            collect(info.path.parent, left)
 
 
 def _objects_of(path: Path) -> frozenset[str]:

@@ -336,6 +336,7 @@ def _bring_back(
     record = info.record
     started = time.perf_counter()
     opened.use(info.path)
+    mark_used(info.path)
     sequence = opened.open_sequence(n_tokens or len(record.tokens))
     reasons: tuple[str, ...] = ("asked for with --recompute",) if options.recompute else ()
     if not reasons:

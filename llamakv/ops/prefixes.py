@@ -22,10 +22,11 @@ def begin_with_prefix(
 ) -> int:
     """Make the live sequence, which is empty, the longest beginning of ``tokens`` that a session in the store at
     ``root`` has the cells of, and say so. Returns the number of cells; 0 where there is none worth it, and where
-    ``root`` is None. A session that cannot be used after all is passed over: its tokens are read like all others.
+    ``root`` is None or the sequence was saved before. A session that cannot be used after all is passed over: its
+    tokens are read like all others.
     """
-    if root is None or len(tokens) <= N_WORTH:
-        return 0
+    if root is None or keeper.stored is not None or len(tokens) <= N_WORTH:
+        return 0  # what a sequence was saved as and what it begins with must be the same session
     from llamakv.store.cache import StoreCache  # late: SQLite is not needed by most commands
 
     space = space_of(opened.identity, opened.model.settings, opened.model.versions)

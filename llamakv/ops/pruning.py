@@ -52,7 +52,7 @@ def prune(root: Path, rules: Rules, reporter: Reporter, *, is_dry_run: bool = Fa
 
     Raises:
         UsageError: no store, or a tag that no session has.
-        NoRoomError: what is pinned is over the budget; nothing is removed.
+        NoRoomError: what is pinned or open is over the budget; nothing is removed.
         FormatError: the store or a session in it cannot be read; nothing is removed.
         ReadError, WriteError, LockedError.
     """
@@ -64,8 +64,9 @@ def prune(root: Path, rules: Rules, reporter: Reporter, *, is_dry_run: bool = Fa
     verdicts = judge(survey, rules, now_s=time.time(), keep=names_in_use(root))
     left = [verdict.session for verdict in verdicts if verdict.is_kept]
     if rules.max_bytes is not None and survey.n_bytes_of(left) > rules.max_bytes:
-        pinned = [session for session in left if session.lineage.pinned]
-        raise no_room(rules.max_bytes, 0, survey.n_bytes_of(pinned), pinned)
+        in_use = names_in_use(root)
+        staying = [session for session in left if session.lineage.pinned or session.name in in_use]
+        raise no_room(rules.max_bytes, 0, survey.n_bytes_of(staying), staying)
     going = [verdict for verdict in verdicts if not verdict.is_kept]
     if is_dry_run:
         skipped = tuple(v.session.name for v in going if files.is_locked(v.session.path))

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from llamakv.errors import ConflictError, FormatError, InterruptedByUser, LockedError, NotFoundError
+from llamakv.errors import (
+    ConflictError,
+    FormatError,
+    InterruptedByUser,
+    LockedError,
+    NotFoundError,
+    ReadError,
+    WriteError,
+)
 from llamakv.ops.checking import CheckedSession, store_error, trouble_of, verify_sessions, verify_store
 from llamakv.ops.requests import Reporter
 from llamakv.store.checking import Trouble
@@ -17,6 +26,9 @@ from llamakv.store.objects import Objects
 from llamakv.store.repair import drop_cache, go_back, move_unreadable, remove_temporaries, rewrite, save_before
 from llamakv.store.session_file import SessionInfo
 from llamakv.store.store_folder import StoreBudget, check_is_store, is_store, write_budget
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Nothing can be repaired then."""
 
 
 class Outcome(StrEnum):
@@ -165,6 +177,12 @@ def _repair(session: CheckedSession, *, is_dry_run: bool) -> RepairedSession:
                 rewrite(session.info, session.rest)
             except (LockedError, ConflictError, NotFoundError) as error:
                 outcome, reason = Outcome.LOCKED, error.message
+            except (FormatError, ReadError) as error:
+                outcome, reason = Outcome.UNREADABLE, error.message
+            except WriteError as error:
+                if error.fields.get("errno") in _FULL:
+                    raise
+                outcome, reason = Outcome.UNREADABLE, error.message
     return RepairedSession(
         name=session.name,
         path=session.path,
@@ -176,12 +194,19 @@ def _repair(session: CheckedSession, *, is_dry_run: bool) -> RepairedSession:
     )
 
 
+def _save_before(path: Path) -> SessionInfo | None:
+    try:
+        return save_before(path)
+    except (FormatError, ReadError, NotFoundError):
+        return None
+
+
 def _repair_unreadable(session: CheckedSession, *, is_dry_run: bool) -> RepairedSession:
     assert session.error is not None
     trouble, reason, moved_to = trouble_of(session.error), session.error.message, None
     if not trouble.is_loss:
         outcome = Outcome(trouble.value)
-    elif (before := save_before(session.path)) is not None:
+    elif (before := _save_before(session.path)) is not None:
         return _go_back(session, before, is_dry_run=is_dry_run)
     elif not is_store(session.path.parent):
         outcome = Outcome.LOST
@@ -192,6 +217,8 @@ def _repair_unreadable(session: CheckedSession, *, is_dry_run: bool) -> Repaired
                 moved_to = move_unreadable(session.path)
             except (LockedError, ConflictError, NotFoundError) as error:
                 outcome, reason = Outcome.LOCKED, error.message
+            except ReadError as error:
+                outcome, reason = Outcome.UNREADABLE, error.message
     wrong = "its file cannot be read" if trouble.is_loss else f"its file is {trouble}"
     return RepairedSession(
         name=session.name, path=session.path, outcome=outcome, wrong=wrong, reason=reason, moved_to=moved_to

@@ -15,7 +15,7 @@ from llamakv.errors import (
     NotFoundError,
 )
 from llamakv.ops.keeping import Keeper
-from llamakv.ops.lineage import join_note, split_note
+from llamakv.ops.lineage import split_note
 from llamakv.ops.matching import find_model, merge_memory
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Reporter, SaveRequest
@@ -69,28 +69,33 @@ def warm_prefixes(requests: Sequence[SaveRequest], reporter: Reporter, *, on_res
 
 def _warm(opened: OpenModel, request: SaveRequest, reporter: Reporter) -> Warmed:
     started = time.perf_counter()
-    there = _there(opened, request)
-    if there is not None:
-        mark_used(there.path)
-        return Warmed(request=request, info=_pinned(there))
-    check_writable(request.path, overwrite=request.overwrite or request.path.exists())
-    labels = _labels_of(request)
-    keeper = Keeper(opened, None, compress=request.compress, budget=request.budget)
-    result = read_and_keep(opened, keeper, replace(request, overwrite=True), None, reporter, started=started)
-    info = _pinned(result.saved.info, labels)
-    return Warmed(request=request, info=info, result=result, is_replaced=labels is not None)
+    before, is_it = _there(opened, request)
+    if before is not None and is_it:
+        mark_used(before.path)
+        return Warmed(request=request, info=_pinned(before))
+    check_writable(request.path, overwrite=request.overwrite or before is not None)
+    keeper = Keeper(
+        opened,
+        None,
+        compress=request.compress,
+        budget=request.budget,
+        replaces=before,
+        labels=_labels(before.record.lineage if before is not None else None),
+    )
+    result = read_and_keep(opened, keeper, request, None, reporter, started=started)
+    return Warmed(request=request, info=result.saved.info, result=result, is_replaced=before is not None)
 
 
-def _labels_of(request: SaveRequest) -> Lineage | None:
-    """What the user says of the session that is about to be made again."""
-    try:
-        return read_session(request.path).record.lineage
-    except (NotFoundError, FormatError):
-        return None
+def _labels(before: Lineage | None) -> Lineage:
+    """What is said of a new session: what was said of the one before it, and that it is pinned."""
+    tags = {TAG, *(before.tags if before is not None else ())}
+    note = split_note(before.note)[1] if before is not None else ""
+    return Lineage(session_id="", tags=tuple(sorted(tags)), pinned=True, note=note)
 
 
-def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
-    """The session of a prefix, if it holds all of it; somebody may have gone on with it.
+def _there(opened: OpenModel, request: SaveRequest) -> tuple[SessionInfo | None, bool]:
+    """The session that is there, and whether it holds all of the prefix (somebody may have gone on with it); else it
+    may be replaced. None where there is none, or one that cannot be read and may be overwritten.
 
     Raises:
         ExistsError: there is another session, which ``warm`` did not make.
@@ -98,7 +103,11 @@ def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
     try:
         info = read_session(request.path)
     except NotFoundError:
-        return None
+        return None, False
+    except FormatError:
+        if not request.overwrite:
+            raise
+        return None, False
     record = info.record
     is_own = TAG in record.lineage.tags and record.lineage.parent_id is None and not _has_reply(record)
     wanted = tokens_of(opened, request)
@@ -109,7 +118,7 @@ def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
             opened.model.versions,
         )
         if same:
-            return info
+            return info, True
     if not is_own and not request.overwrite:
         raise ExistsError(
             f"{request.path} holds another session ({len(record.tokens):,} tokens): warm did not make it, or somebody "
@@ -117,17 +126,15 @@ def _there(opened: OpenModel, request: SaveRequest) -> SessionInfo | None:
             hint="add --force to replace it, or rename the file",
             path=str(request.path),
         )
-    return None
+    return info, False
 
 
 def _has_reply(record: SessionRecord) -> bool:
     return record.chat is not None and any(message.role == "assistant" for message in record.chat.messages)
 
 
-def _pinned(info: SessionInfo, labels: Lineage | None = None) -> SessionInfo:
+def _pinned(info: SessionInfo) -> SessionInfo:
     def change(lineage: Lineage) -> Lineage:
-        before = labels or lineage
-        note = join_note(split_note(lineage.note)[0], split_note(before.note)[1])
-        return replace(lineage, pinned=True, tags=tuple(sorted({*lineage.tags, *before.tags, TAG})), note=note)
+        return replace(lineage, pinned=True, tags=tuple(sorted({*lineage.tags, TAG})))
 
     return change_lineage(info.path, change)

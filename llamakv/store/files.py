@@ -29,6 +29,7 @@ _TEMPORARY_PREFIX = ".llamakv-"
 _TEMPORARY_SUFFIX = ".tmp"
 _N_FILES_SPARE = 128  # for everything else
 MAX_NAME_BYTES = 255  # NAME_MAX of the usual file systems
+_MOMENT_S = 0.1
 _MAX_PARTS = 512  # below IOV_MAX (1024 on Linux and macOS)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 
@@ -295,6 +296,12 @@ def set_time(path: Path, time_ns: int | None = None) -> None:
         os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
 
 
+def set_time_of(fd: int, time_ns: int) -> None:
+    """As ``set_time``, of an open file."""
+    with contextlib.suppress(OSError):
+        os.utime(fd, ns=(time_ns, time_ns))
+
+
 def time_of(fd: int) -> float:
     """Return an open file's modification time, in seconds."""
     return os.fstat(fd).st_mtime_ns / 1e9
@@ -369,7 +376,7 @@ def remove(path: Path, *, only_if: Callable[[int], bool] | None = None) -> bool:
         fd = -1  # a link, or unreadable: nobody writes it through this name
     try:
         if fd >= 0:
-            acquire(fd, path, wait_s=0.0)
+            acquire(fd, path, wait_s=_MOMENT_S)  # who only asks whether it is locked holds it for a moment
         if only_if is not None and not (fd >= 0 and is_at(fd, path) and only_if(fd)):
             return False
         with writing(path):

@@ -47,6 +47,7 @@ def move_session(
         if os.path.lexists(path):
             if not files.is_at(fd, path):  # the lock does not keep anybody from renaming
                 raise ConflictError(f"'{path}' was replaced while it was moved; a copy is '{target}'", path=str(path))
+            files.sync_folder(target.parent)  # also where a killed move had come to its rename
             files.discard(path)
         files.sync_folder(path.parent)
     return read_session(target)

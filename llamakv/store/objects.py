@@ -62,7 +62,7 @@ class Objects:
 
     def has(self, digest: str) -> bool:
         """Return whether there is an object of that name; it is not read."""
-        return self.path_of(digest).is_file()
+        return os.path.isfile(self.path_of(digest))
 
     def open(self, digest: str) -> OpenObject:
         """Open an object and check its header and length.

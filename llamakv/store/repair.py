@@ -9,13 +9,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from llamakv.errors import ConflictError, ExistsError, FormatError
+from llamakv.errors import ConflictError, ExistsError, FormatError, ReadError, WriteError
 from llamakv.store import files, format
 from llamakv.store.checking import Rest
 from llamakv.store.locks import acquire
 from llamakv.store.objects import Objects
 from llamakv.store.session_file import SessionInfo, extend_session, read_session
 from llamakv.store.session_info import load_info, make_info
+from llamakv.store.system_errors import is_lost
 
 ENDING = ".damaged"
 CACHE = ".cache"
@@ -27,12 +28,8 @@ def rewrite(info: SessionInfo, rest: Rest) -> SessionInfo:
     Raises: NotFoundError, LockedError, ConflictError (saved since ``info`` was read), FormatError, WriteError: it is as
     it was.
     """
-    with files.reading(info.path):
-        used_ns = os.stat(info.path).st_mtime_ns
     is_partial = rest.n_cells < len(info.record.tokens) - 1
-    repaired = extend_session(info, info.record, keep=rest.sections, new=(), is_partial=is_partial)
-    files.set_time(info.path, used_ns)
-    return repaired
+    return extend_session(info, info.record, keep=rest.sections, new=(), is_partial=is_partial, keep_time=True)
 
 
 def save_before(path: Path) -> SessionInfo | None:
@@ -90,10 +87,12 @@ def move_unreadable(path: Path) -> Path:
     Raises: NotFoundError, LockedError, ConflictError (it can be read by now), WriteError.
     """
     with open(files.open_for_reading(path), "rb", buffering=0) as file:
-        acquire(file.fileno(), path, wait_s=0.0)
+        acquire(file.fileno(), path, wait_s=0.1)
         try:
             read_session(path)
-        except FormatError:
+        except (FormatError, ReadError) as error:
+            if isinstance(error, ReadError) and not is_lost(error):
+                raise
             place = next(place for place in _places(path) if _is_moved(path, place))
             files.sync_folder(path.parent)
             return place
@@ -127,7 +126,7 @@ def remove_temporaries(root: Path) -> int:
 def drop_cache(root: Path) -> None:
     """Throw away what was computed from a store's files, at once for whoever looks; what cannot be removed is left."""
     old = root / f"{CACHE}.old"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, WriteError):
         if (root / CACHE).is_symlink():
             files.discard(root / CACHE)
         if old.is_symlink():

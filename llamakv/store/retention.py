@@ -14,6 +14,7 @@ from llamakv.store import files
 from llamakv.store.session_info import SessionInfo, load_info
 from llamakv.store.store_folder import Limited, limit_of
 from llamakv.store.survey import Survey, SurveyedSession
+from llamakv.store.usage import names_in_use
 
 
 class Reason(StrEnum):
@@ -175,7 +176,7 @@ def remove_session(path: Path, *, only_if: Callable[[SessionInfo, float], bool])
         except FormatError:
             return False
         found.append(info)
-        return only_if(info, files.time_of(fd))
+        return only_if(info, files.time_of(fd)) and path.stem not in names_in_use(path.parent)
 
     try:
         if not files.remove(path, only_if=is_wanted):

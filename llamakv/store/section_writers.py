@@ -102,6 +102,7 @@ class FileWriter:
 
     def copy(self, source: SessionReader, section: StoredSection) -> StoredSection:
         """See ``SectionWriter``."""
+        source.hold([section])  # row and bytes of the same object
         row = replace(source.in_file_form(section), offset=self._offset)
         for piece in source.read_stored(section, _N_COPY):
             self._write([piece])

@@ -76,7 +76,7 @@ class SessionReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._executor: ThreadPoolExecutor | None = None
-        self._objects = Objects(_folder_of(self._path))
+        self._objects = Objects(folder_of(self._path))
         self._held: dict[str, OpenObject] = {}
         self._fd = files.open_for_reading(self._path)
         try:
@@ -266,6 +266,6 @@ def verify_session(path: str | os.PathLike[str], *, fast: bool = False) -> Verif
     return VerifyReport(info=info, n_sections=len(info.sections), n_raw_bytes=info.n_raw_bytes, damaged=found)
 
 
-def _folder_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     """Return the folder a file is really in, where its objects are: the path may be a link."""
-    return Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+    return Path(os.path.realpath(path)).parent if os.path.islink(path) else path.parent

@@ -87,6 +87,7 @@ def create_session(
     source: SessionReader | None = None,
     keep: Sequence[StoredSection] = (),
     is_partial: bool = False,
+    replaces: Commit | None = None,
 ) -> SessionInfo:
     """Write a new session; it appears under ``path`` complete and durable, or not at all.
 
@@ -94,7 +95,8 @@ def create_session(
     written again. Mode 0600 from the first moment. ``keep`` are sections of ``source`` that are taken as they are,
     before ``sections``. ``on_section`` is called after each section of ``sections`` has been written. A section is
     referenced until it is written; two are compressed ahead. Stale temporaries of killed writers in the folder are
-    removed. ``is_partial`` allows sections that bring back the first cells only. Whatever fails, an exception of
+    removed. ``is_partial`` allows sections that bring back the first cells only. With ``replaces`` only the session of
+    that commit is overwritten. Whatever fails, an exception of
     ``sections`` included, a previous file stays byte for byte.
 
     Raises: UsageError (no tokens), ExistsError, WriteError, LockedError (the file to be overwritten is being
@@ -110,7 +112,11 @@ def create_session(
     with contextlib.ExitStack() as stack:
         if overwrite:
             with contextlib.suppress(NotFoundError):  # there is nothing, or it was removed just now
-                stack.enter_context(files.locked(path))
+                locked_fd = stack.enter_context(files.locked(path))
+                if replaces is not None and load_commit(locked_fd, path) != replaces:
+                    raise ConflictError(
+                        f"'{path}' was saved by somebody else meanwhile", hint="run it again", path=str(path)
+                    )
         store = stack.enter_context(_object_writer(path))
         fd = stack.enter_context(files.replacement(path, overwrite=overwrite))
         file = FileWriter(fd, path, format.N_HEADER)
@@ -129,6 +135,7 @@ def extend_session(
     compress: CompressOption = AUTO,
     on_section: OnSection | None = None,
     is_partial: bool = False,
+    keep_time: bool = False,
 ) -> SessionInfo:
     """Save ``record`` as the next generation of ``base``'s file, writing only ``new`` sections and the index.
 
@@ -136,7 +143,8 @@ def extend_session(
     lock first; ``new`` is not touched before the file is known to be unchanged. Whatever fails, ``base`` stays the
     session that is read, and what was appended is cut off again where the system allows it. Compacts the file where
     over half of it (and over 1 MiB) has become dead; failing in that is no error. In a store, where the index is
-    replaced, a session that came there as a file of its own is taken apart.
+    replaced, a session that came there as a file of its own is taken apart; with ``keep_time`` it was last used when it
+    was before.
 
     Raises: UsageError (no tokens), NotFoundError, LockedError, ConflictError (somebody saved since ``base`` was
     read; nothing is written), FormatError (the file was damaged since, or sections to keep are gone), WriteError;
@@ -165,8 +173,17 @@ def extend_session(
         if not is_in_store(path) and (gone := next((s for s in keep if s.in_store), None)) is not None:
             raise objects.lost(path, gone.digest)  # the folder is no store any more
         if is_in_store(path):
+            used_ns = os.fstat(fd).st_mtime_ns if keep_time else None
             return _replace_index(
-                fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial
+                fd,
+                base,
+                record,
+                keep,
+                new,
+                compress=compress,
+                on_section=on_section,
+                is_partial=is_partial,
+                used_ns=used_ns,
             )
         info = _append(fd, base, record, keep, new, compress=compress, on_section=on_section, is_partial=is_partial)
         if info.n_dead_bytes > max(_MIN_DEAD, info.n_file_bytes // 2):
@@ -186,11 +203,7 @@ def change_lineage(path: str | os.PathLike[str], change: Callable[[Lineage], Lin
     if record == base.record:
         return base
     is_partial = base.n_cells_held < len(record.tokens) - 1
-    with files.reading(base.path):
-        used_ns = os.stat(base.path).st_mtime_ns
-    info = extend_session(base, record, keep=base.sections, new=(), is_partial=is_partial)
-    files.set_time(base.path, used_ns)
-    return info
+    return extend_session(base, record, keep=base.sections, new=(), is_partial=is_partial, keep_time=True)
 
 
 def mark_used(path: str | os.PathLike[str]) -> None:
@@ -219,7 +232,15 @@ def compact_session(path: str | os.PathLike[str]) -> SessionInfo:
             return _compact(fd, info)
         is_partial = info.n_cells_held < len(info.record.tokens) - 1
         return _replace_index(
-            fd, info, info.record, info.sections, (), compress=AUTO, on_section=None, is_partial=is_partial
+            fd,
+            info,
+            info.record,
+            info.sections,
+            (),
+            compress=AUTO,
+            on_section=None,
+            is_partial=is_partial,
+            used_ns=os.fstat(fd).st_mtime_ns,
         )
 
 
@@ -286,6 +307,7 @@ def _replace_index(
     compress: CompressOption,
     on_section: OnSection | None,
     is_partial: bool,
+    used_ns: int | None,
 ) -> SessionInfo:
     path = base.path
     with contextlib.ExitStack() as stack:
@@ -303,6 +325,8 @@ def _replace_index(
         info = _finish_new(file, store, fd, path, record, stored, generation=base.generation + 1, is_partial=is_partial)
         if not files.is_at(locked_fd, path):  # the lock does not keep anybody from renaming
             raise ConflictError(f"'{path}' was replaced or removed while it was saved", path=str(path))
+        if used_ns is not None:
+            files.set_time_of(fd, used_ns)
         return info
 
 

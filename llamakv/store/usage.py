@@ -6,6 +6,7 @@ Who has a session open holds a file of its own, locked for as long as it lives, 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from llamakv.errors import StoreError
 from llamakv.store import files
 from llamakv.store.objects import FOLDER, USERS
 from llamakv.store.store_folder import SUFFIX, is_in_store
+
+_N_TRIES, _MOMENT_S = 20, 0.005
 
 
 @contextlib.contextmanager
@@ -32,6 +35,11 @@ def using(path: Path) -> Iterator[None]:
 def names_in_use(root: Path) -> set[str]:
     """Return the names of the sessions that somebody has open. Raises: ReadError."""
     found = files.live_temporaries(root / FOLDER / USERS)
+    for _ in range(_N_TRIES):
+        if all(found):
+            break
+        time.sleep(_MOMENT_S)  # somebody is about to write a name
+        found = files.live_temporaries(root / FOLDER / USERS)
     return {name.decode("utf-8", "surrogateescape") for data in found for name in data.split(b"/") if name}
 
 

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import ExistsError, NoRoomError, UsageError, WriteError
+from llamakv.errors import ExistsError, NoRoomError, ReadError, UsageError, WriteError
+from llamakv.ops import budget, warm
 from llamakv.ops.budget import Budget
 from llamakv.ops.copying import move_session
 from llamakv.ops.lineage import change_tags
 from llamakv.ops.listing import list_sessions
 from llamakv.ops.pruning import gc, prune
 from llamakv.ops.repair import repair_store
-from llamakv.ops.requests import Reporter, SaveRequest
+from llamakv.ops.requests import MemoryOptions, Reporter, SaveRequest
 from llamakv.ops.sessions import resolve_for_writing
 from llamakv.ops.warm import warm_prefixes
+from llamakv.store import session_writer
 from llamakv.store.collector import collect
 from llamakv.store.objects import CLAIMS, Objects
 from llamakv.store.retention import Rules
@@ -302,3 +304,94 @@ def test_collecting_beside_a_reader_that_holds_its_sections(root: Path) -> None:
         (root / "one.bin").unlink()
         assert collect(root).n_objects == 3
         assert sum(1 for _ in reader.read(reader.info.sections)) == 3
+
+
+# ---------------------------------------------------------------- what a session began with is not another's
+
+
+def test_a_saved_chat_given_the_system_prompt_of_a_warmed_prefix_keeps_its_own_state(dense: Driver, root: Path) -> None:
+    rules = "Answer in the words of the sea, and never say more than you must. " * 8
+    _warm(dense, root, rules, name="rules")
+    path, cold = resolve_for_writing(root, "plan"), root.parent / "cold.bin"
+    for place, reuse_from in ((path, root), (cold, None)):
+        with dense.chat(save=place, system="Be brief, please. " * 30, reuse_from=reuse_from) as live:
+            live.send(LONG, Heard().reporter)
+            live.set_system(rules, Heard().reporter)
+            live.undo(Heard().reporter)
+            live.send("Hello there.", Heard().reporter)
+    for place in (path, cold):
+        assert verify_session(place).is_sound
+    with SessionReader(path) as one, SessionReader(cold) as other:
+        assert one.info.record.tokens == other.info.record.tokens
+    with dense.resume(path) as again, dense.resume(cold) as expected:
+        assert again.opened.evaluated == 0
+        assert again.send("And?", Heard().reporter).text == expected.send("And?", Heard().reporter).text
+
+
+def test_a_sequence_that_was_saved_before_is_not_begun_with_another_session(dense: Driver, root: Path) -> None:
+    _warm(dense, root, LONG, name="rules")
+    path = resolve_for_writing(root, "plan")
+    with dense.chat(save=path, reuse_from=root) as live:
+        live.send("Something else altogether. " * 30, Heard().reporter)
+        heard = Heard()
+        live.set_system(LONG, heard.reporter)
+        assert not [notice for notice in heard.notices if "in the store" in notice]
+        tokens = list(live._model.sequence.tokens)
+    with dense.resume(path) as again:
+        assert list(again._model.sequence.tokens) == tokens
+
+
+def test_a_session_made_while_warm_was_reading_is_not_overwritten(
+    dense: Driver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = warm.read_and_keep
+
+    def meanwhile(*arguments, **options):
+        dense.save(root / "support.bin", "Somebody's own text. " * 20)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(warm, "read_and_keep", meanwhile)
+    (result,) = _warm(dense, root, LONG)
+    assert result.info is not None
+    assert result.info.path != root / "support.bin"
+    assert read_session(root / "support.bin").record.chat.messages[-1].content.startswith("Somebody's")
+    assert result.info.record.lineage.pinned
+
+
+def test_labels_given_while_a_session_is_used_do_not_make_it_older(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_session(root, "plan", idle_s=29 * DAY_S)
+    idle_ns = (root / "plan.bin").stat().st_mtime_ns
+    change_tags(root / "plan.bin", add=("draft",), remove=())
+    assert abs((root / "plan.bin").stat().st_mtime_ns - idle_ns) < 1000
+    real = session_writer._replace_index
+
+    def used_meanwhile(*arguments, **options):
+        info = real(*arguments, **options)
+        os.utime(root / "plan.bin")  # somebody resumes it the moment it is there
+        return info
+
+    monkeypatch.setattr(session_writer, "_replace_index", used_meanwhile)
+    change_tags(root / "plan.bin", add=("other",), remove=())
+    assert (root / "plan.bin").stat().st_mtime_ns > idle_ns + DAY_S * 1e9
+
+
+def test_a_file_nobody_may_read_among_the_open_ones_stops_no_save(
+    dense: Driver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(root: Path):
+        raise ReadError("cannot read that", path=str(root))
+
+    monkeypatch.setattr(budget, "names_in_use", refused)
+    heard = Heard()
+    path = resolve_for_writing(root, "plan")
+    assert dense.save(path, LONG, heard, budget=Budget(max_bytes=10**9)).complete
+    assert [notice for notice in heard.notices if "the store's budget could not be kept to" in notice]
+
+
+def test_a_chat_with_a_window_only_leaves_no_old_state_behind(models, tmp_path: Path, root: Path) -> None:
+    driver = Driver(models("MS"), tmp_path, memory=MemoryOptions(swa="window"))
+    path = resolve_for_writing(root, "plan")
+    with driver.chat(save=path) as live:
+        for text in ("Hello.", LONG, "And?"):
+            live.send(text, Heard().reporter)
+    assert {digest for digest, _ in Objects(root).all()} == {s.digest for s in read_session(path).sections}
