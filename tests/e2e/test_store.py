@@ -283,6 +283,7 @@ def crowded(store: Store, tmp_path: Path, *, n_names: int, n_turns: int, n_proce
     started_s = time.monotonic()
     assert store.program.run("chat", *GREEDY, "--message", "x", "--save", "alone.bin").status == 0
     elapsed_s = time.monotonic() - started_s
+    store.folder.mkdir(exist_ok=True)  # gc and others refuse one that is named and not there
     crowd = Crowd(store, known, n_turns, n_processes, elapsed_s, random.Random(seed))
     crowd.run()
     assert crowd.n_killed > 0
