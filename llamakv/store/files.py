@@ -368,21 +368,24 @@ def remove(path: Path, *, only_if: Callable[[int], bool] | None = None) -> bool:
 
     Raises: NotFoundError, LockedError, WriteError.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"no such file: '{path}'", path=str(path)) from error
-    except OSError:
-        fd = -1  # a link, or unreadable: nobody writes it through this name
-    try:
-        if fd >= 0:
-            acquire(fd, path, wait_s=_MOMENT_S)  # who only asks whether it is locked holds it for a moment
-        if only_if is not None and not (fd >= 0 and is_at(fd, path) and only_if(fd)):
-            return False
-        with writing(path):
-            os.unlink(path)
-        sync_folder(path.parent)
-        return True
-    finally:
-        if fd >= 0:
-            os.close(fd)
+    while True:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"no such file: '{path}'", path=str(path)) from error
+        except OSError:
+            fd = -1  # a link, or unreadable: nobody writes it through this name
+        try:
+            if fd >= 0:
+                acquire(fd, path, wait_s=_MOMENT_S)  # who only asks whether it is locked holds it for a moment
+                if not is_at(fd, path):
+                    continue  # saved or removed while we waited
+            if only_if is not None and not (fd >= 0 and only_if(fd)):
+                return False
+            with writing(path):
+                os.unlink(path)
+            sync_folder(path.parent)
+            return True
+        finally:
+            if fd >= 0:
+                os.close(fd)
