@@ -123,5 +123,5 @@ def test_a_store_of_ten_thousand_sessions(tmp_path: Path, monkeypatch: pytest.Mo
         print(f"  {name:<36}{''.join(f'{column[name]:>12,.1f}' for column in columns)}")
     _, thousand, many = columns
     for name in ("cache built", "cache refreshed, nothing new", "cache listed", "ls", "gc"):
-        assert many[name] / 10_000 <= 2 * thousand[name] / 1_000, name
+        assert many[name] / 10_000 <= 4 * thousand[name] / 1_000, name  # linear is 1, quadratic 10
     assert many["look-up of 32,768 tokens"] <= 20 * thousand["look-up of 32,768 tokens"]
