@@ -253,9 +253,12 @@ def _read(
                 on_progress=lambda done, _, before=n_done: reporter.progress("prefill", before + done, total - reused),  # type: ignore[misc]
                 should_abort=reporter.should_abort,
             )
-        except AbortedError:
+        except AbortedError as error:
             if sequence.n_cells <= reused:
-                raise
+                n = total - reused
+                raise AbortedError(
+                    f"interrupted: none of {n:,} tokens was read, nothing was saved", n_done=0
+                ) from error
             return reused, False
         if n_done == 0 and until < len(tokens):
             make_room(total)  # before the rest is read in vain

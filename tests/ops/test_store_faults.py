@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import ExistsError, NoRoomError, ReadError, UsageError, WriteError
-from llamakv.ops import budget, warm
+from llamakv.errors import AbortedError, ExistsError, NoRoomError, ReadError, UsageError, WriteError
+from llamakv.ops import budget, save, warm
 from llamakv.ops.budget import Budget
 from llamakv.ops.copying import move_session
 from llamakv.ops.lineage import change_tags
@@ -395,3 +395,14 @@ def test_a_chat_with_a_window_only_leaves_no_old_state_behind(models, tmp_path: 
         for text in ("Hello.", LONG, "And?"):
             live.send(text, Heard().reporter)
     assert {digest for digest, _ in Objects(root).all()} == {s.digest for s in read_session(path).sections}
+
+
+def test_stopped_before_anything_was_read_it_says_how_much_was_to_be_read(
+    dense: Driver, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(save, "begin_with_prefix", lambda *arguments: begun.append(True))
+    request = SaveRequest(model=dense.request(), path=root / "new.bin", text=LONG, raw=True)
+    with pytest.raises(AbortedError, match=r"none of \d+ tokens was read, nothing was saved"):
+        save.save_prefix(request, Reporter(should_abort=lambda: bool(begun)))
+    assert names(root) == []
