@@ -1,0 +1,1 @@
+"""``bench``: whether keeping what was read pays, measured on this machine."""
