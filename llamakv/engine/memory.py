@@ -19,8 +19,8 @@ class CacheKind(StrEnum):
 
     FULL = "full"
     """Keys and values of all positions."""
-    WINDOWED = "windowed" """Keys and values that only the next tokens of a window look at; how many cells they have is
-    the context's choice."""
+    WINDOWED = "windowed"
+    """Keys and values that only the next tokens of a window look at; the context chooses how many cells they have."""
     RECURRENT = "recurrent"
     """A state of constant size for each sequence."""
 
