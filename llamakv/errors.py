@@ -152,3 +152,10 @@ class AbortedError(EngineError):
 
     code = "aborted"
     exit_status = 130
+
+
+class BusyError(EngineError):
+    """More requests wait than are allowed; ``fields['retry_after_s']`` is when to come again."""
+
+    code = "busy"
+    exit_status = 15

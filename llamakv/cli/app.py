@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from llamakv.cli import streams
-from llamakv.cli.commands import (
-    chat,
-    checks,
-    copying,
-    fork,
-    history,
-    inspect,
-    limits,
-    lineage,
-    listing,
-    load,
-    save,
-    sessions,
-    warm,
-)
 from llamakv.cli.output import Output, exit_status
 from llamakv.cli.signals import ended
 from llamakv.errors import AbortedError, InterruptedByUser, LlamakvError, UsageError, WriteError
@@ -50,38 +37,54 @@ Example: llamakv chat --save session.bin"""
 _UsageFault: type[Exception] = typer.BadParameter.__mro__[1]
 """The base of all that typer says about wrong options; it has no public name."""
 
-app = typer.Typer(
-    name=PROGRAM,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["--help", "-h"]},
-    epilog=_EXIT_STATUSES,
-)
-app.command("chat")(chat.chat)
-app.command("save")(save.save)
-app.command("warm")(warm.warm)
-app.command("load")(load.load)
-app.command("fork")(fork.fork)
-app.command("inspect", cls=inspect.InspectCommand)(inspect.inspect)
-app.command("ls")(listing.ls)
-app.command("rm")(sessions.rm)
-app.command("verify")(checks.verify)
-app.command("repair")(checks.repair)
-app.command("compact")(sessions.compact)
-app.command("budget")(limits.budget)
-app.command("prune")(limits.prune)
-app.command("gc")(limits.gc)
-app.command("log")(history.log)
-app.command("diff")(history.diff)
-app.command("tag")(lineage.tag)
-app.command("note")(lineage.note)
-app.command("pin")(lineage.pin)
-app.command("unpin")(lineage.unpin)
-app.command("mv")(copying.mv)
-app.command("cp")(copying.cp)
-app.command("export")(copying.export)
-app.command("import")(copying.import_)
+COMMANDS = {
+    "chat": "chat.chat",
+    "save": "save.save",
+    "warm": "warm.warm",
+    "load": "load.load",
+    "fork": "fork.fork",
+    "inspect": "inspect.inspect",
+    "bench": "bench.bench",
+    "ls": "listing.ls",
+    "rm": "sessions.rm",
+    "verify": "checks.verify",
+    "repair": "checks.repair",
+    "compact": "sessions.compact",
+    "budget": "limits.budget",
+    "prune": "limits.prune",
+    "gc": "limits.gc",
+    "log": "history.log",
+    "diff": "history.diff",
+    "tag": "lineage.tag",
+    "note": "lineage.note",
+    "pin": "lineage.pin",
+    "unpin": "lineage.unpin",
+    "mv": "copying.mv",
+    "cp": "copying.cp",
+    "export": "copying.export",
+    "import": "copying.import_",
+}
+"""Commands in the order of the help, with their modules in ``cli.commands`` and their names there."""
+
+
+@functools.cache
+def command_of(names: Iterable[str] = tuple(COMMANDS)) -> Any:
+    """The command line with these commands. Only their modules are imported: all of them take a tenth of a second."""
+    app = typer.Typer(
+        name=PROGRAM,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        epilog=_EXIT_STATUSES,
+    )
+    app.callback()(_root)
+    for name in names:
+        module_name, function_name = COMMANDS[name].split(".")
+        module = importlib.import_module(f"llamakv.cli.commands.{module_name}")
+        own = {"cls": module.InspectCommand} if name == "inspect" else {}
+        app.command(name, **own)(getattr(module, function_name))
+    return typer.main.get_command(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -98,7 +101,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     ctx: typer.Context,
     version: Annotated[
@@ -189,8 +191,8 @@ def _ended_by_signal(error: LlamakvError, output: Output) -> LlamakvError | None
 
 
 def _invoke(arguments: Sequence[str], output: Output) -> int:
-    command = typer.main.get_command(app)
-    status = command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False, obj=output)
+    wanted = (arguments[0],) if arguments and arguments[0] in COMMANDS else tuple(COMMANDS)
+    status = command_of(wanted).main(list(arguments), prog_name=PROGRAM, standalone_mode=False, obj=output)
     return status if isinstance(status, int) else 0
 
 
@@ -213,8 +215,7 @@ def _usage_error(fault: Exception, arguments: Sequence[str], output: Output) -> 
     """What typer says about wrong options, as one line of ours."""
     output.json = output.json or "--json" in arguments
     named = next((name for name in arguments if not name.startswith("-")), "")
-    names = {info.name for info in app.registered_commands}
-    output.command = output.command or (named if named in names else "")
+    output.command = output.command or (named if named in COMMANDS else "")
     message = " ".join(str(getattr(fault, "format_message", lambda: fault)()).split()).rstrip(".")
     command = f"{PROGRAM} {output.command}".strip()
     return UsageError(message[:1].lower() + message[1:], hint=f"{command} --help")

@@ -195,7 +195,7 @@ def section_json(section: StoredSection) -> dict[str, Json]:
 
 
 def section_row(index: int, section: StoredSection) -> tuple[str, ...]:
-    """A row of the section table for people."""
+    """A row of the section table for people: number and kind, positions, raw and stored bytes, encoding, digest."""
     from llamakv.cli.render import size
 
     used = f" used to {section.p_used}" if section.p_used < section.p1 else ""

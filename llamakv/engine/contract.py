@@ -12,10 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from llamakv.errors import LlamakvError
+from llamakv.engine.runs import Counts as Counts
+from llamakv.engine.runs import Run as Run
+from llamakv.engine.runs import RunRequest as RunRequest
+from llamakv.engine.runs import Shortage as Shortage
+from llamakv.engine.runs import TokenLogprob as TokenLogprob
 from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling, StateSection
+
+if TYPE_CHECKING:  # it builds on this module
+    from llamakv.engine.memory import ContextMemory, DeviceBuffer
 
 AbortCheck = Callable[[], bool]
 OnTokens = Callable[[int, int], None]
@@ -185,94 +192,6 @@ class LiveSequence(Protocol):
         """Free its cells."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    """A sequence to be read and gone on with: all its ``tokens`` from position 0 on, and how to choose what follows
-    (``max_tokens`` and ``stop`` of ``sampling`` included).
-
-    ``timeout_s`` counts from when its turn came. With ``keeps_cells`` the sequence stays when the run is over, until it
-    is released; else its cells are freed at once.
-    """
-
-    tokens: tuple[int, ...]
-    sampling: Sampling
-    timeout_s: float | None = None
-    keeps_cells: bool = False
-
-
-class Run(Protocol):
-    """A sequence under way. Each step decodes its pending token, chooses the next and appends it as the new pending
-    one, until it is over: ``finish_reason`` is ``stop`` (an end-of-generation token or a stop string), ``length``,
-    ``context`` (no room for more), ``timeout`` or ``interrupted``; or else ``error`` is set.
-
-    The choice at a position depends on the tokens before it, the settings, the seed and the position only, so a run
-    that was saved and resumed anywhere gives the same tokens. Times are ``time.perf_counter`` values, 0 before they
-    came.
-    """
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """All tokens, the last one pending; do not change it."""
-
-    @property
-    def n_reused(self) -> int:
-        """Cells that were there already."""
-
-    @property
-    def n_evaluated(self) -> int:
-        """Tokens read for it, before the first one was written."""
-
-    @property
-    def n_generated(self) -> int:
-        """Tokens written, an end token included."""
-
-    @property
-    def text(self) -> str:
-        """What was written and is certain: whole characters, without the stop string."""
-
-    def take_text(self) -> str:
-        """The part of it that came since this was last asked."""
-
-    @property
-    def finish_reason(self) -> str:
-        """Why it is over; empty before."""
-
-    @property
-    def error(self) -> LlamakvError | None:
-        """Why it failed."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
-
-    @property
-    def started_s(self) -> float:
-        """When its turn came."""
-
-    @property
-    def first_token_s(self) -> float:
-        """When its first token was chosen."""
-
-    @property
-    def ended_s(self) -> float:
-        """When it was over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What a scheduler is doing. ``n_cells`` are in use, one that several sequences share counted once; ``n_reserved``
-    is what they may come to with all that was promised to runs under way; ``n_cells_max`` is never exceeded."""
-
-    n_waiting: int
-    n_active: int
-    n_cells: int
-    n_cells_peak: int
-    n_reserved: int
-    n_cells_max: int
-    n_steps: int
-    n_decoded: int
-
-
 class Scheduler(Protocol):
     """Runs many sequences in one context. Runs wait in the order they came until a sequence is free and the cells they
     may need, to their last token, are there beside what was promised to others; a finished one makes room for the next.
@@ -280,6 +199,11 @@ class Scheduler(Protocol):
 
     Recurrent and hybrid models, and windows without all their cells, are decoded one sequence per call
     (``decodes_together`` is False then).
+
+    A scheduler opened with ``n_kept`` is for many users: a run begins with the cells of the longest live sequence of
+    its space that its tokens begin with, be it the root, a run under way or one that was kept; while another reads what
+    both begin with, it waits for that. Kept runs that were let go of make room for others, the one used longest ago
+    first.
     """
 
     @property
@@ -298,6 +222,10 @@ class Scheduler(Protocol):
     def counts(self) -> Counts:
         """Where things stand."""
 
+    @property
+    def memory(self) -> ContextMemory:
+        """What the present context took when it was opened; a larger one takes its place as sequences grow."""
+
     def submit(self, request: RunRequest) -> Run:
         """Queue a run. What cannot be done (no room, a bad grammar) becomes its ``error``."""
 
@@ -314,6 +242,35 @@ class Scheduler(Protocol):
     def release(self, run: Run) -> None:
         """Free the cells of a run that kept them."""
 
+    @property
+    def kept(self) -> Sequence[Run]:
+        """The runs that are over and have their cells, the one used longest ago first."""
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What the first run that waits lacks, since the last step; kept runs are to be let go of then."""
+
+    def let_go(self, run: Run) -> None:
+        """Allow that the cells of a kept run are taken when others need them."""
+
+    def pin(self, run: Run, *, is_pinned: bool) -> None:
+        """Keep the cells of a kept run whatever comes, or no longer."""
+
+    def has_cells(self, run: Run) -> bool:
+        """Whether a kept run still has its cells."""
+
+    def adopt(
+        self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""
+    ) -> Run:
+        """A kept run made of stored tokens and their state, as ``LiveSequence.restore``. ``sections(n)`` gives the
+        state beyond the first ``n`` cells, which are live already (sections that begin before may be among them); while
+        it reads, others go on.
+
+        Raises:
+            MismatchError: the engine refused a section; nothing is kept.
+            NoRoomError: there is no room for so many cells beside those of others.
+        """
+
     def export(self, run: Run, from_position: int = 0) -> Iterator[StateSection]:
         """As ``LiveSequence.export``, of a run that kept its cells."""
 
@@ -329,6 +286,11 @@ class Model(Protocol):
 
     @property
     def versions(self) -> EngineVersions: ...
+
+    @property
+    def weights_by_device(self) -> tuple[DeviceBuffer, ...]:
+        """Where the weights lie, as the engine says it (in steps of 0.01 MiB); a file that is mapped counts with the
+        part of it that holds tensors."""
 
     def tokenizer_digest(self) -> str:
         """Hex digest of the vocabulary: each token's text and attributes, and the special tokens."""
@@ -353,10 +315,12 @@ class Model(Protocol):
         n_ctx_min: int,
         n_ctx_max: int,
         n_cells_max: int | None = None,
+        n_kept: int = 0,
         n_threads: int,
     ) -> Scheduler:
         """A context for a sequence and ``n_parallel`` runs beside it. Each may have ``n_ctx_max`` tokens; together they
-        have ``n_cells_max`` cells at most (None: as many as memory allows)."""
+        have ``n_cells_max`` cells at most (None: as many as memory allows). ``n_kept`` sequences more are for runs that
+        stay when they are over, and that others begin with (see ``Scheduler``)."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Try whether the engine takes these parameters.

@@ -41,9 +41,9 @@ class ModelFacts:
     """What a model file's header says, and the engine makes of it; no weights were read.
 
     ``unknown`` is the engine's reason where it cannot run the model: then ``kind`` is None, ``layers`` is empty, and
-    whatever the header does not say is None. ``weights_bytes`` is the size of all tensors. ``key_length`` and
-    ``value_length`` are the elements of one head; ``latent_length`` is the rank of latent attention (MLA), None
-    without. ``n_window`` is the sliding window in tokens, 0 for none.
+    whatever the header does not say is None. ``weights_bytes`` is the size of all tensors, in all parts of the file.
+    ``key_length`` and ``value_length`` are the elements of one head; ``latent_length`` is the rank of latent attention
+    (MLA), None without. ``n_window`` is the sliding window in tokens, 0 for none.
     """
 
     architecture: str
@@ -101,7 +101,8 @@ class ContextMemory:
     sequences.
 
     ``kv_by_device`` and ``recurrent_by_device`` say where ``parts`` lie; they are empty after a dry run, which
-    allocates nothing. ``compute`` are the buffers a decode call works in, ``output`` those that logits come back in.
+    allocates nothing. ``compute`` are the buffers a decode call works in, which the engine gives in steps of 0.01 MiB,
+    ``output`` those that logits come back in.
     """
 
     n_ctx: int
@@ -141,15 +142,16 @@ class ContextMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMemory:
-    """What one more token takes, and what one more sequence takes, whatever its length."""
+    """What one more token takes, and what one more sequence takes, whatever its length. Windowed layers count with a
+    token's part only where they keep all positions (``MemoryRequest.swa_full``)."""
 
     kv_bytes_per_token: int
     recurrent_bytes_per_sequence: int
 
 
 class MemoryEstimator(Protocol):
-    """A model file, opened without its weights (a dry run: ``no_alloc``), to ask what contexts over it would take.
-    Not for use from two threads."""
+    """A model file, opened without its weights (a dry run: ``no_alloc``), to ask what contexts over it would take, all
+    on the CPU and without adapters. Not for use from two threads."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -157,11 +159,13 @@ class MemoryEstimator(Protocol):
 
     def estimate(self, memory: MemoryRequest, *, n_ctx: int, n_parallel: int) -> ContextMemory:
         """What a context would take that ``Model.open_scheduler`` opens for ``n_parallel`` runs with ``n_ctx`` cells in
-        all; exact, as the engine would allocate it.
+        all, which the engine rounds up; exact, as the engine would allocate it.
 
         Raises:
             UsageError: cache types the engine does not take, or not together.
             EngineError: a model it cannot run (see ``ModelFacts.unknown``), or another refusal.
+            NoRoomError: there is not even the memory to ask.
+            ValueError: no cells, or more sequences than an engine's context can have.
         """
 
     def per_token(self, memory: MemoryRequest) -> TokenMemory:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from llamakv import __version__
-from llamakv.engine.contract import LiveSequence
+from llamakv.engine.contract import Model, ModelInfo
 from llamakv.engine.prefix import n_common
 from llamakv.errors import (
     ConflictError,
@@ -25,9 +26,8 @@ from llamakv.errors import (
 )
 from llamakv.ops.budget import Budget
 from llamakv.ops.lineage import relabelled, with_labels
-from llamakv.ops.opening import OpenModel
 from llamakv.ops.requests import Compress, Reporter, Saved
-from llamakv.records import Chat, Lineage, MemoryKind, Sampling, SectionKind, SessionRecord, StateSection
+from llamakv.records import Chat, Lineage, MemoryKind, ModelIdentity, Sampling, SectionKind, SessionRecord, StateSection
 from llamakv.store import codec as store_codec
 from llamakv.store.collector import collect, digests_of
 from llamakv.store.session_file import (
@@ -49,26 +49,60 @@ _N_TAILS = 3
 """Recurrent tails kept in a file: the present one, and the ends of the two turns before it to go back to."""
 
 
+class KeptSequence(Protocol):
+    """What a save needs of a live sequence; see ``LiveSequence``."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def n_cells(self) -> int: ...
+    @property
+    def n_ctx(self) -> int: ...
+    @property
+    def n_settled(self) -> int: ...
+    @property
+    def n_state_bytes(self) -> int: ...
+    def settle(self) -> None: ...
+    def export(self, from_position: int = 0) -> Iterator[StateSection]: ...
+
+
+class KeptModel(Protocol):
+    """What a save needs of a model and the sequence in its memory; see ``OpenModel``."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def identity(self) -> ModelIdentity: ...
+    @property
+    def sequence(self) -> KeptSequence: ...
+    def use(self, path: Path) -> None: ...
+
+
 class Keeper:
     """Knows the file a live sequence was last saved to or restored from, and saves the difference.
 
     ``stored`` is the session as it is in that file; sections of it up to the sequence's ``n_settled`` are still true.
     Where there is none yet, ``prefix`` may be a session whose first cells the sequence began with. ``budget`` is what
     a store that is saved to must keep to. ``replaces`` is a session that a first save may take the place of, as long as
-    it is what it was; ``labels`` has the note, tags and pin of a new session.
+    it is what it was; ``labels`` has the note, tags and pin of a new session, ``created_s`` is when it was begun (None:
+    now).
     """
 
     def __init__(
         self,
-        opened: OpenModel,
+        opened: KeptModel,
         stored: SessionInfo | None,
         *,
         compress: Compress,
         budget: Budget | None = None,
         replaces: SessionInfo | None = None,
         labels: Lineage | None = None,
+        created_s: float | None = None,
     ) -> None:
         self._opened = opened
+        self._created_s = created_s
         self._replaces = replaces
         self._labels = labels
         self._budget = budget or Budget()
@@ -210,7 +244,7 @@ class Keeper:
         n_cells, stored = sequence.n_cells, base.sections
         n_kept = min(sequence.n_settled, n_common(base.record.tokens, sequence.tokens))
         if is_new and self._opened.info.kind in (MemoryKind.DENSE, MemoryKind.WINDOWED):
-            n_kept = _without_scraps(stored, n_kept)
+            n_kept = without_scraps(stored, n_kept)
         keep = sections_to_keep(stored, n_kept)
         keep = tuple(s for s in keep if s.kind is not SectionKind.WHOLE or s.p1 == n_cells)
         there = {s.kind for s in keep if s.kind is not SectionKind.CELLS and s.p1 == n_cells}
@@ -245,8 +279,11 @@ class Keeper:
     ) -> SessionRecord:
         opened = self._opened
         now = time.time()
+        created_s = now if self._created_s is None else self._created_s
         if self._stored is None:
-            lineage = Lineage(session_id=uuid.uuid4().hex, created_s=now, updated_s=now, llamakv_version=__version__)
+            lineage = Lineage(
+                session_id=uuid.uuid4().hex, created_s=created_s, updated_s=now, llamakv_version=__version__
+            )
             if (labels := self._labels) is not None:
                 lineage = replace(lineage, tags=labels.tags, pinned=labels.pinned, note=labels.note)
         elif path == self._stored.path:
@@ -281,7 +318,7 @@ class Keeper:
             parent_id=parent.session_id,
             parent_position=n_common(self._stored.record.tokens, self._opened.sequence.tokens),
             tags=parent.tags,
-            created_s=time.time(),
+            created_s=time.time() if self._created_s is None else self._created_s,
             updated_s=time.time(),
             llamakv_version=__version__,
         )
@@ -303,13 +340,13 @@ def _objects_of(path: Path) -> frozenset[str]:
         return frozenset()
 
 
-def bytes_of_cells(sequence: LiveSequence, n_cells: int) -> int:
+def bytes_of_cells(sequence: KeptSequence, n_cells: int) -> int:
     """At least so many bytes ``n_cells`` more cells take on disk, going by those a sequence has; 0 if it has none."""
     n_each = sequence.n_state_bytes / sequence.n_cells if sequence.n_cells else 0.0
     return int(_LEAST_STORED * n_each * max(n_cells, 0))
 
 
-def _without_scraps(stored: tuple[StoredSection, ...], n_cells: int) -> int:
+def without_scraps(stored: tuple[StoredSection, ...], n_cells: int) -> int:
     """Where what is taken from another session should end, of its first ``n_cells`` cells: a section of which less than
     half is wanted would keep the rest of it alive."""
     for section in stored:
@@ -325,7 +362,7 @@ def sections_to_keep(sections: tuple[StoredSection, ...], n_settled: int) -> tup
     return tuple(s for s in kept if s.kind is not SectionKind.TAIL or s.p1 in tails)
 
 
-def _counted(sequence: LiveSequence, from_position: int, reporter: Reporter) -> Iterator[StateSection]:
+def _counted(sequence: KeptSequence, from_position: int, reporter: Reporter) -> Iterator[StateSection]:
     for section in sequence.export(from_position):
         reporter.progress("save", section.p1, sequence.n_cells)
         yield section

@@ -36,7 +36,8 @@ from llamakv.ops.matching import (
 )
 from llamakv.ops.places import position_of
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
-from llamakv.records import ModelIdentity, SectionKind, StateSection
+from llamakv.ops.resume_cost import sections_restored
+from llamakv.records import ModelIdentity, StateSection
 from llamakv.store.session_file import (
     SessionInfo,
     SessionReader,
@@ -205,12 +206,6 @@ def _loading(reporter: Reporter, n_bytes: int) -> Callable[[float], bool]:
 # ---------------------------------------------------------------- back into memory
 
 
-def sections_to_restore(sections: Sequence[StoredSection]) -> list[StoredSection]:
-    """What resuming reads: all but earlier tails, which only going back needs."""
-    last_tail = max((s.p1 for s in sections if s.kind is SectionKind.TAIL), default=-1)
-    return [s for s in sections if s.kind is not SectionKind.TAIL or s.p1 == last_tail]
-
-
 def restore_from_file(
     sequence: LiveSequence, before: SessionInfo, reporter: Reporter, n_tokens: int | None = None
 ) -> SessionInfo:
@@ -255,7 +250,7 @@ def restore_sections(
 ) -> None:
     """Make a live sequence the first ``n_cells + 1`` of ``tokens``; ``sections`` of ``reader`` are their state. Nothing
     happens where there is no cell."""
-    wanted = sections_to_restore(sections)
+    wanted = sections_restored(sections)
 
     def counted() -> Iterator[StateSection]:
         for section in reader.read(wanted):

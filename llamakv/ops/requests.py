@@ -91,8 +91,9 @@ def _never() -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
     """Callbacks of an op. ``notice`` takes one line meant for the user, ``warning`` one that must not be hidden;
-    ``progress`` a phase (``"digest"``, ``"load"``, ``"prefill"``, ``"restore"``, ``"save"``, ``"answers"``), what is
-    done and the total (bytes for ``digest`` and ``load``, answers for ``answers``, else tokens), ``rate`` the tokens
+    ``progress`` a phase (``"digest"``, ``"load"``, ``"prefill"``, ``"restore"``, ``"save"``, ``"answers"``,
+    ``"bench"``), what is done and the total (bytes for ``digest`` and ``load``, answers for ``answers``, steps for
+    ``bench``, else tokens), ``rate`` the tokens
     per second that go with it; ``pause`` is called before something else is written; ``text`` takes text of the reply
     as it comes; ``should_abort`` is asked often and must be quick."""
 

@@ -40,7 +40,7 @@ class SaveResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
+class TextToRead:
     """What is to be read, as text and as it goes into the record."""
 
     pieces: tuple[Piece, ...]
@@ -62,7 +62,7 @@ def save_prefix(request: SaveRequest, reporter: Reporter) -> SaveResult:
         raise UsageError("the text is empty: there is nothing to save")
     if request.raw and request.system:
         raise UsageError("raw text has no system prompt", hint="leave out --raw or --system")
-    earlier = _earlier(request)
+    earlier = earlier_session(request)
     check_writable(request.path, overwrite=request.overwrite or earlier is not None)
     opened, keeper = _open(request, earlier, reporter)
     with opened:
@@ -79,12 +79,12 @@ def read_and_keep(
     started: float,
 ) -> SaveResult:
     """``save_prefix`` with a model that is open, and in it, where there is one, the ``earlier`` session at the path."""
-    text = _text_of(request, opened, earlier)
+    text = text_of(request, opened, earlier)
     pieces = tokenise(opened, text.pieces, at_start=True)
     tokens = [token for _, piece in pieces for token in piece]
-    if earlier is not None and _is_incomplete(earlier.record):
-        _check_tokens_continue(earlier, tokens)
-    sampling = _sampling(request, earlier)
+    if earlier is not None and is_incomplete(earlier.record):
+        check_tokens_continue(earlier, tokens)
+    sampling = sampling_of(request, earlier)
     opened.model.check_sampling(sampling)
 
     target = request.path
@@ -132,19 +132,19 @@ def read_and_keep(
 
 def tokens_of(opened: OpenModel, request: SaveRequest) -> tuple[int, ...]:
     """What a new session of a text would hold."""
-    pieces = tokenise(opened, _text_of(request, opened, None).pieces, at_start=True)
+    pieces = tokenise(opened, text_of(request, opened, None).pieces, at_start=True)
     return tuple(token for _, piece in pieces for token in piece)
 
 
 # ---------------------------------------------------------------- what is there
 
 
-def _earlier(request: SaveRequest) -> SessionInfo | None:
+def earlier_session(request: SaveRequest) -> SessionInfo | None:
     """The session at the path, if it may be a beginning of what is wanted; None if there is none or it will go."""
     if request.overwrite or not os.path.lexists(request.path):
         return None
     info = read_session(request.path)
-    if not _is_incomplete(info.record) and not _is_beginning(info.record, request):
+    if not is_incomplete(info.record) and not _is_beginning(info.record, request):
         raise _another(info)
     return info
 
@@ -157,7 +157,7 @@ def _another(info: SessionInfo) -> ExistsError:
     )
 
 
-def _is_incomplete(record: SessionRecord) -> bool:
+def is_incomplete(record: SessionRecord) -> bool:
     return record.lineage.note.startswith(INCOMPLETE)
 
 
@@ -165,7 +165,7 @@ def _is_same(earlier: SessionInfo, opened: OpenModel, sampling: Sampling, name: 
     """Whether the file holds already what is to be saved."""
     record = earlier.record
     return (
-        not _is_incomplete(record)
+        not is_incomplete(record)
         and record.tokens == tuple(opened.sequence.tokens)
         and (record.sampling, record.settings, record.versions)
         == (sampling, opened.model.settings, opened.model.versions)
@@ -174,7 +174,7 @@ def _is_same(earlier: SessionInfo, opened: OpenModel, sampling: Sampling, name: 
     )
 
 
-def _check_tokens_continue(earlier: SessionInfo, tokens: Sequence[int]) -> None:
+def check_tokens_continue(earlier: SessionInfo, tokens: Sequence[int]) -> None:
     """Whether a session that was left in the middle of a text was in the middle of this one."""
     read = earlier.record.tokens
     if tuple(tokens[: len(read)]) != read:
@@ -203,7 +203,7 @@ def _open(request: SaveRequest, earlier: SessionInfo | None, reporter: Reporter)
     return opened, Keeper(opened, None, compress=request.compress, budget=request.budget)
 
 
-def _sampling(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
+def sampling_of(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
     base = replace(CHAT_SAMPLING, seed=random_seed()) if earlier is None else earlier.record.sampling
     return merge_sampling(request.sampling, base)
 
@@ -211,17 +211,17 @@ def _sampling(request: SaveRequest, earlier: SessionInfo | None) -> Sampling:
 # ---------------------------------------------------------------- reading
 
 
-def _text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | None) -> _Text:
+def text_of(request: SaveRequest, opened: OpenModel, earlier: SessionInfo | None) -> TextToRead:
     if request.raw:
         assert request.text is not None
-        return _Text(pieces=(Piece(index=0, text=request.text),), messages=(), template=None, raw=request.text)
+        return TextToRead(pieces=(Piece(index=0, text=request.text),), messages=(), template=None, raw=request.text)
     stored = earlier.record.chat if earlier is not None else None
     now_s = earlier.record.lineage.created_s if earlier is not None else time.time()
     template = template_of(opened, stored.template if stored is not None else None, now_s=now_s)
     content = (request.text or "").rstrip()  # so that a file that grows goes on from its last word
     system = (Message(role="system", content=request.system, p0=0, p1=0),) if request.system else ()
     messages = (*system, Message(role="user", content=content, p0=0, p1=0, is_open=True))
-    return _Text(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)
+    return TextToRead(pieces=plan_open(template, messages).pieces, messages=messages, template=template, raw=None)
 
 
 def _read(
@@ -270,7 +270,7 @@ def _read(
 
 def _as_read(
     opened: OpenModel,
-    text: _Text,
+    text: TextToRead,
     pieces: Sequence[tuple[int, list[int]]],
     earlier: SessionInfo | None,
     *,
@@ -304,7 +304,7 @@ def _dated(messages: Sequence[Message], earlier: SessionInfo | None) -> tuple[Me
     return tuple(next((old for old in before if old == new), replace(new, time_s=now_s)) for new in messages)
 
 
-def _content_read(opened: OpenModel, text: _Text) -> str | None:
+def _content_read(opened: OpenModel, text: TextToRead) -> str | None:
     """The open message's content as far as it was read; None where that cannot be told."""
     assert text.template is not None
     read = join(opened.model.token_bytes(token, special=True) for token in opened.sequence.tokens)

@@ -1,4 +1,5 @@
-"""What was read from a store's indexes and kept: a listing, and the longest saved prefix of a list of tokens.
+"""What was read from a store's indexes and kept: a listing, which objects sessions refer to, and the longest saved
+prefix of a list of tokens.
 
 Only a cache: all of it comes from the files, and what the file system says of each decides which are read anew.
 """
@@ -9,7 +10,7 @@ import contextlib
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,14 @@ from llamakv.store.reuse import cut_packed, n_packed, n_packed_common, pack_toke
 from llamakv.store.reuse import space_of as space_of
 from llamakv.store.session_info import SessionInfo
 from llamakv.store.session_reader import read_session
+from llamakv.store.sharing import (
+    ReferringSession,
+    decode_referring,
+    find_common,
+    pack_origin,
+    pack_sections,
+    referring_session,
+)
 from llamakv.store.store_folder import refuse_newer
 from llamakv.store.summary import SessionSummary, UnreadableSession, decode_summaries, encode_summary, summarise
 
@@ -52,12 +61,15 @@ class _Row:
     stamp: bytes
     facts: bytes
     model: bytes
+    origin: bytes
+    sections: bytes
     space: str
     prefixes: tuple[tuple[bool, bytes], ...]
 
     @property
     def n_bytes(self) -> int:
-        return len(self.facts) + len(self.model) + sum(len(tokens) for _, tokens in self.prefixes)
+        n_tokens = sum(len(tokens) for _, tokens in self.prefixes)
+        return len(self.facts) + len(self.model) + len(self.sections) + n_tokens
 
 
 class StoreCache:
@@ -105,6 +117,26 @@ class StoreCache:
         """
         return self._database.attempt(lambda: self._summaries(on_progress))
 
+    def referring(
+        self, on_progress: OnProgress | None = None
+    ) -> tuple[tuple[ReferringSession, ...], tuple[UnreadableSession, ...]]:
+        """Return all sessions as they are now with the objects they refer to, and those that cannot be read, both in
+        alphabetical order. ``on_progress(n_done, n)`` counts files read.
+
+        Raises: ReadError.
+        """
+        return self._database.attempt(lambda: self._referring(on_progress))
+
+    def sharing(
+        self, digests: Collection[str], *, n_read_at_most: int | None = None
+    ) -> dict[str, frozenset[str]] | None:
+        """Return the names of the sessions that refer to any of some objects, and to which. None where more than
+        ``n_read_at_most`` files would have to be read to know that.
+
+        Looks at the files again if any was added, replaced or removed since. Raises: ReadError.
+        """
+        return self._database.attempt(lambda: self._sharing(digests, n_read_at_most))
+
     def longest_prefix(self, space: str, tokens: Sequence[int]) -> PrefixHint | None:
         """Return the session of a ``space`` (``space_of``) that brings back most leading cells of ``tokens``, of which
         the last is pending; None where there is none.
@@ -116,7 +148,8 @@ class StoreCache:
 
     # ---------------------------------------------------------------- keeping up
 
-    def _refresh(self, on_progress: OnProgress | None = None) -> None:
+    def _refresh(self, on_progress: OnProgress | None = None, n_read_at_most: int | None = None) -> bool:
+        """Whether it did: not if it would have to read more files than that."""
         folder, now_ns = _folder_stamp(self._root), time.time_ns()
         known: dict[bytes, bytes] = dict(self._database.rows("SELECT name, stamp FROM sessions"))
         stamps = session_stamps(self._root)  # later: what is known but not there was removed
@@ -125,16 +158,21 @@ class StoreCache:
         if known != self._stamps:
             self._forget([(name, stamp) for name, stamp in known.items() if name not in self._stamps])
             changed = [name for name, stamp in self._stamps.items() if known.get(name) != stamp]
+            if n_read_at_most is not None and len(changed) > n_read_at_most:
+                return False
             for batch in _batches(self._read(changed, on_progress)):
                 self._remember(batch)
             self._forget([(name, known[name]) for name in self._unreadable if name in known])
         if folder is not None and _is_settled(folder, now_ns):
             self._note_folder(_pack_stamp(folder))
+        return True
 
-    def _refresh_if_changed(self) -> None:
+    def _refresh_if_changed(self, n_read_at_most: int | None = None) -> bool:
+        """Whether it is what the files are, without reading more of them than that."""
         folder = _folder_stamp(self._root)
         if folder is None or self._noted_folder() != _pack_stamp(folder):
-            self._refresh()
+            return self._refresh(n_read_at_most=n_read_at_most)
+        return True
 
     def _noted_folder(self) -> object:
         return next((stamp for (stamp,) in self._database.rows("SELECT stamp FROM folder")), None)
@@ -177,6 +215,8 @@ class StoreCache:
             stamp=stamp if _is_settled(_STAMP.unpack(stamp), time.time_ns()) else _UNSETTLED,
             facts=facts,
             model=model,
+            origin=pack_origin(record.lineage),
+            sections=pack_sections(info),
             space=space_of(record.identity, record.settings, record.versions),
             prefixes=tuple((is_point, cut_packed(packed, n)) for is_point, n in lengths if n),
         )
@@ -192,6 +232,10 @@ class StoreCache:
                 ),
             )
             self._database.change(
+                "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?)",
+                ((row.name, row.origin, row.sections, _checksum(row.name, row.origin, row.sections)) for row in rows),
+            )
+            self._database.change(
                 "INSERT INTO prefixes VALUES (?, ?, ?, ?)",
                 ((row.name, row.space, is_point, tokens) for row in rows for is_point, tokens in row.prefixes),
             )
@@ -203,6 +247,7 @@ class StoreCache:
                 for name, stamp in gone:
                     if self._database.change("DELETE FROM sessions WHERE name = ? AND stamp = ?", [(name, stamp)]):
                         self._database.change("DELETE FROM prefixes WHERE name = ?", [(name,)])
+                        self._database.change("DELETE FROM objects WHERE name = ?", [(name,)])
 
     # ---------------------------------------------------------------- the list
 
@@ -224,6 +269,36 @@ class StoreCache:
                 found.append(summarise(info, _to_text(name), self._used_s(name)))
         found.sort(key=lambda summary: (-summary.updated_s, -summary.n_saves, summary.name))
         return (*found, *sorted(self._unreadable.values(), key=lambda session: session.name))
+
+    # ---------------------------------------------------------------- objects
+
+    def _referring(
+        self, on_progress: OnProgress | None
+    ) -> tuple[tuple[ReferringSession, ...], tuple[UnreadableSession, ...]]:
+        self._refresh(on_progress)
+        rows = self._database.rows(
+            "SELECT s.name, facts, model, s.checksum, origin, sections, o.checksum"
+            " FROM sessions AS s LEFT JOIN objects AS o ON o.name = s.name"
+        )
+        if not all(_is_sound(*row[:4]) and _is_sound(row[0], *row[4:]) for row in rows):
+            raise WrongRowError
+        kept = [row for row in rows if row[0] in self._stamps and row[0] not in self._unreadable]
+        summaries = decode_summaries(self._root, [(_to_text(r[0]), self._used_s(r[0]), r[1], r[2]) for r in kept])
+        found = list(decode_referring(summaries, [(origin, sections) for *_, origin, sections, _ in kept]))
+        for name in self._stamps.keys() - {row[0] for row in rows} - self._unreadable.keys():  # just forgotten
+            info = self._read_one(name)
+            if info is not None:
+                found.append(referring_session(info, _to_text(name), self._used_s(name)))
+        found.sort(key=lambda session: session.summary.name)
+        return tuple(found), tuple(sorted(self._unreadable.values(), key=lambda session: session.name))
+
+    def _sharing(self, wanted: Collection[str], n_read_at_most: int | None) -> dict[str, frozenset[str]] | None:
+        if not self._refresh_if_changed(n_read_at_most):
+            return None
+        rows = self._database.rows("SELECT name, origin, sections, checksum FROM objects")
+        if not all(_is_sound(*row) for row in rows):
+            raise WrongRowError
+        return find_common(wanted, ((_to_text(name), sections) for name, _, sections, _ in rows))
 
     def _used_s(self, name: bytes) -> float:
         used_ns: int = _STAMP.unpack(self._stamps[name])[2]

@@ -20,11 +20,13 @@ FOLDER = ".cache"
 _FILE = "sessions.sqlite"
 _LOCK = ".lock"
 _WAIT_S = 1.0
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = (
     "CREATE TABLE folder (stamp BLOB NOT NULL)",
     "CREATE TABLE sessions (name BLOB PRIMARY KEY, stamp BLOB NOT NULL, facts BLOB NOT NULL, model BLOB NOT NULL,"
     " checksum INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE objects (name BLOB PRIMARY KEY, origin BLOB NOT NULL, sections BLOB NOT NULL,"
+    " checksum INTEGER NOT NULL)",
     "CREATE TABLE prefixes (name BLOB NOT NULL, space TEXT NOT NULL, is_point INTEGER NOT NULL, tokens BLOB NOT NULL)",
     "CREATE INDEX prefixes_by_name ON prefixes (name)",
     "CREATE INDEX prefixes_by_tokens ON prefixes (space, is_point, tokens)",

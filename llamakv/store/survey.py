@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llamakv.errors import LlamakvError, NotFoundError
 from llamakv.records import Lineage, ModelIdentity
 from llamakv.store.collector import session_files
 from llamakv.store.objects import Objects
-from llamakv.store.session_info import SessionInfo
-from llamakv.store.session_reader import read_session
-from llamakv.store.store_folder import refuse_newer
 from llamakv.store.summary import UnreadableSession
+
+if TYPE_CHECKING:
+    from llamakv.store.sharing import ReferringSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,58 +96,66 @@ class Survey:
 
 
 def take_survey(root: Path, *, on_progress: Callable[[int, int], None] | None = None) -> Survey:
-    """Read a store's indexes and measure its objects. ``on_progress(n_done, n)`` counts sessions.
+    """Look at a store's indexes and measure its objects. Indexes that the store's cache knows as they are now are not
+    read again; ``on_progress(n_done, n)`` counts those that are.
 
     A session removed meanwhile is not there; one that cannot be read is among the ``unreadable``.
 
     Raises: NewerFormatError (the store was made by a later llamakv), ReadError (the folder cannot be listed).
     """
-    refuse_newer(root)
+    from llamakv.store.cache import StoreCache  # late: SQLite is not needed by most commands
+
     object_bytes = object_lengths(root)
-    names = {digest: digest for digest in object_bytes}  # one text for each digest, however many sessions refer to it
+    with StoreCache(root) as cache:
+        found, unreadable = cache.referring(on_progress)
+    names = {bytes.fromhex(digest): digest for digest in object_bytes}  # one text for each, whoever refers to it
     object_raw: dict[str, int] = {}
-    sessions: list[SurveyedSession] = []
-    unreadable: list[UnreadableSession] = []
-    found = sorted(session_files(root))
-    for index, (name, path, (_, n_bytes, used_ns, _)) in enumerate(found):
-        try:
-            info = read_session(path)
-        except NotFoundError:
-            continue
-        except LlamakvError as error:
-            unreadable.append(UnreadableSession(name=name, path=path, n_file_bytes=n_bytes, error=error))
-        else:
-            object_raw.update((section.digest, section.n_raw) for section in info.sections if section.in_store)
-            sessions.append(_surveyed(name, info, used_ns / 1e9, names, object_bytes))
-        if on_progress is not None:
-            on_progress(index + 1, len(found))
+
+    @functools.lru_cache(maxsize=1024)
+    def named(sections: tuple[tuple[bytes, int], ...]) -> tuple[frozenset[str], int, int]:
+        """The digests, the bytes of those objects, and the bytes of state in all of the sections."""
+        raw = {names.get(digest) or names.setdefault(digest, digest.hex()): n_raw for digest, n_raw in sections}
+        object_raw.update(raw)
+        return frozenset(raw), sum(object_bytes.get(digest, 0) for digest in raw), sum(n_raw for _, n_raw in sections)
+
     return Survey(
         root=root,
-        sessions=tuple(sessions),
-        unreadable=tuple(unreadable),
+        sessions=tuple(_surveyed(session, *named(session.sections)) for session in found),
+        unreadable=unreadable,
         object_bytes=object_bytes,
         object_raw=object_raw,
     )
 
 
 def _surveyed(
-    name: str, info: SessionInfo, used_s: float, names: dict[str, str], object_bytes: dict[str, int]
+    session: ReferringSession, digests: frozenset[str], n_object_bytes: int, n_raw_in_store: int
 ) -> SurveyedSession:
-    record = info.record
-    own = [section for section in info.sections if not section.in_store]
-    digests = frozenset(names.setdefault(s.digest, s.digest) for s in info.sections if s.in_store)
+    summary = session.summary
     return SurveyedSession(
-        name=name,
-        path=info.path,
-        used_s=used_s,
-        lineage=record.lineage,
-        identity=record.identity,
-        n_tokens=len(record.tokens),
-        n_cells_held=info.n_cells_held,
-        n_file_bytes=info.n_file_bytes,
-        n_raw_own=sum(section.n_raw for section in own),
-        n_stored_own=sum(section.n_stored for section in own),
-        n_object_bytes=sum(object_bytes.get(digest, 0) for digest in digests),
+        name=summary.name,
+        path=summary.path,
+        used_s=summary.used_s,
+        lineage=Lineage(
+            session_id=summary.session_id,
+            parent_id=summary.parent_id,
+            parent_position=summary.parent_position,
+            name=session.lineage_name,
+            note=summary.note,
+            tags=summary.tags,
+            pinned=summary.pinned,
+            ttl_s=summary.ttl_s,
+            created_s=summary.created_s,
+            updated_s=summary.updated_s,
+            n_saves=summary.n_saves,
+            llamakv_version=session.llamakv_version,
+        ),
+        identity=summary.identity,
+        n_tokens=summary.n_tokens,
+        n_cells_held=summary.n_cells,
+        n_file_bytes=summary.file_bytes,
+        n_raw_own=summary.raw_bytes - n_raw_in_store,
+        n_stored_own=summary.stored_bytes - summary.object_bytes,
+        n_object_bytes=n_object_bytes,
         digests=digests,
     )
 

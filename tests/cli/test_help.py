@@ -10,15 +10,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 import pytest
-import typer
 
 from llamakv import __version__
 from llamakv.cli import app
 from tests.cli.conftest import Ran
 
 COMMANDS = [
-    "chat", "save", "warm", "load", "fork", "inspect", "ls", "rm", "verify", "repair", "compact", "budget", "prune",
-    "gc", "log", "diff", "tag", "note", "pin", "unpin", "mv", "cp", "export", "import",
+    "chat", "save", "warm", "load", "fork", "inspect", "bench", "ls", "rm", "verify", "repair", "compact", "budget",
+    "prune", "gc", "log", "diff", "tag", "note", "pin", "unpin", "mv", "cp", "export", "import",
 ]  # fmt: skip
 EVERYWHERE = {"--json", "--verbose", "--quiet"}
 OF_A_MODEL = {
@@ -35,14 +34,14 @@ SHORT = {
 
 def _parameters(command: str) -> dict[str, list[str]]:
     """Long option names of a command, each with its short ones."""
-    group = typer.main.get_command(app.app)
+    group = app.command_of()
     found = group.commands[command].params  # type: ignore[attr-defined]
     named = [option.opts for option in found if option.opts[0].startswith("-")]
     return {next(name for name in names if name.startswith("--")): names for names in named}
 
 
 def _example(command: str) -> str:
-    group = typer.main.get_command(app.app)
+    group = app.command_of()
     help_text = group.commands[command].help or ""  # type: ignore[attr-defined]
     sentence, example = help_text.split("\n\n")
     assert re.fullmatch(r"[A-Z][^.]+\.", sentence)
@@ -51,7 +50,7 @@ def _example(command: str) -> str:
 
 
 def test_every_command_is_listed_here() -> None:
-    assert [info.name for info in app.app.registered_commands] == COMMANDS
+    assert list(app.COMMANDS) == COMMANDS == list(app.command_of().commands)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from llamakv.cli.commands import inspect as inspect_command
+from llamakv.cli.commands import inspect_session as inspect_command
 from llamakv.records import MemoryKind, SessionRecord
 from llamakv.store.session_file import create_session, extend_session, read_session, truncate_sections
 from tests.cli.conftest import Ran, command, make_session

@@ -16,7 +16,8 @@ from llamakv.records import MemoryKind, Sampling
 @pytest.mark.parametrize(
     ("name", "kind", "window"),
     [("M", MemoryKind.DENSE, 0), ("MS", MemoryKind.WINDOWED, 32), ("MR", MemoryKind.RECURRENT, 0),
-     ("MH", MemoryKind.HYBRID, 0), ("MH2", MemoryKind.HYBRID, 0)],
+     ("MH", MemoryKind.HYBRID, 0), ("MH2", MemoryKind.HYBRID, 0), ("ML", MemoryKind.DENSE, 0),
+     ("MG", MemoryKind.WINDOWED, 32)],
 )  # fmt: skip
 def test_memory_kinds_are_told_apart(models, name: str, kind: MemoryKind, window: int) -> None:
     with LlamaModel(models(name)) as model:

@@ -21,7 +21,7 @@ from tests.models.writer import WINDOW
 from tests.ops.driver import GREEDY, Driver, Heard, sha, state_of
 from tests.store.test_damage import join, reseal, split
 
-KINDS = ["M", "MS", "MR", "MH", "MH2"]
+KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 EIGHT = SamplingOptions(temperature=0.0, max_tokens=8, seed=0)
 MANY = SamplingOptions(temperature=0.0, max_tokens=32, seed=0)

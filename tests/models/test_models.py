@@ -18,7 +18,7 @@ from tests.models.vocabulary import BOS, EOS, FIRST_BYTE, FIRST_TEXT, IM_END, IM
 PROMPT = "<|im_start|>user\nWhat is the name of the city?<|im_end|>\n<|im_start|>assistant\n"
 STORY = "she opened the old book on the table and began to read the story of a king " * 8
 N_BATCH = 256
-DENSE = ("M", "MS", "MH", "MH2")  # have an attention cache
+DENSE = ("M", "MS", "MG", "MH", "MH2", "ML")  # have an attention cache
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def opened(
 
 
 @pytest.mark.parametrize("flash_attn", [True, False])
-@pytest.mark.parametrize("name", ["M", "M2", "ME", "MS", "MR", "MH", "MH2"])
+@pytest.mark.parametrize("name", ["M", "M2", "ME", "MS", "MG", "MR", "MH", "MH2", "ML"])
 def test_decodes_varied_text(models: TinyModels, name: str, flash_attn: bool) -> None:
     with opened(models(name), flash_attn=flash_attn) as engine:
         ids = engine.tokenize(PROMPT)
@@ -127,7 +127,7 @@ def test_decodes_varied_text(models: TinyModels, name: str, flash_attn: bool) ->
 
 
 @pytest.mark.parametrize("flash_attn", [True, False])
-@pytest.mark.parametrize("name", ["M", "MS", "MR", "MH", "MH2"])
+@pytest.mark.parametrize("name", ["M", "MS", "MG", "MR", "MH", "MH2", "ML"])
 def test_state_round_trip_continues_with_the_same_tokens(models: TinyModels, name: str, flash_attn: bool) -> None:
     with opened(models(name), flash_attn=flash_attn) as engine:
         *before, pending = engine.tokenize(STORY)
@@ -142,7 +142,7 @@ def test_state_round_trip_continues_with_the_same_tokens(models: TinyModels, nam
         assert warm == cold
 
 
-@pytest.mark.parametrize("name", ["M", "MS", "MR", "MH", "MH2"])
+@pytest.mark.parametrize("name", ["M", "MS", "MG", "MR", "MH", "MH2", "ML"])
 def test_logits_depend_on_early_tokens(models: TinyModels, name: str) -> None:
     """A wrong or missing state must show: token 0 still matters 60 tokens later."""
     with opened(models(name)) as engine:
@@ -163,7 +163,7 @@ def test_takes_quantised_kv(models: TinyModels, name: str, kv_type: int) -> None
 
 def test_kinds_are_what_the_engine_says(models: TinyModels) -> None:
     kinds = {}
-    for name in ("M", "MS", "MR", "MH", "MH2"):
+    for name in ("M", "MS", "MG", "MR", "MH", "MH2", "ML"):
         with opened(models(name)) as engine:
             kinds[name] = (
                 native.llama_model_n_swa(engine.model),
@@ -174,9 +174,11 @@ def test_kinds_are_what_the_engine_says(models: TinyModels) -> None:
     assert kinds == {
         "M": (0, False, False, 8192),
         "MS": (writer.WINDOW, False, False, 8192),
+        "MG": (writer.WINDOW, False, False, 8192),
         "MR": (0, True, False, 8192),
         "MH": (0, False, True, 8192),
         "MH2": (0, False, True, 8192),
+        "ML": (0, False, False, 8192),
     }
 
 

@@ -58,6 +58,8 @@ SPECS: dict[str, Spec] = {
     "MR": Spec(arch="mamba", name="tiny mamba", seed=4),
     "MH": Spec(arch="granitehybrid", name="tiny granite hybrid", seed=5),
     "MH2": Spec(arch="lfm2", name="tiny lfm2", seed=6),
+    "ML": Spec(arch="deepseek2", name="tiny deepseek2", seed=7),
+    "MG": Spec(arch="gemma4", name="tiny gemma4", seed=8),
     "no_template": replace(_M, template=None),
     "no_vocab": replace(_M, template=None, vocab=False),
     "bos_template": replace(_M, template=templates.BOS, add_bos=True),
@@ -191,7 +193,7 @@ class _Weights:
 def _tensors(spec: Spec, writer: GGUFWriter) -> Tensors:
     """The tensors of a model; what its architecture needs to say about their sizes goes to `writer`."""
     weights = _Weights(_Random(spec.seed), {})
-    embd_scale = N_EMBD**-0.5 if spec.arch == "gemma3" else 1.0  # gemma multiplies embeddings by sqrt(n_embd)
+    embd_scale = N_EMBD**-0.5 if spec.arch in ("gemma3", "gemma4") else 1.0  # multiply embeddings by sqrt(n_embd)
     embd = weights.random("token_embd", (N_TOKENS, N_EMBD), 1.0)
     embd[:, 0] = _ANCHOR
     weights.tensors["token_embd.weight"] = (embd * np.float32(embd_scale)).astype(np.float16)
@@ -221,16 +223,20 @@ def _attention(
     gain: float,
     qk_norm: bool = False,
     out_gain: float = 1.0,
+    size: int | None = None,
+    has_kv: bool = True,
 ) -> None:
-    at = f"blk.{i}"
+    at, size = f"blk.{i}", size or HEAD_SIZE
     qk = 1.0 if qk_norm else gain
-    w.matrix(f"{at}.attn_q", n_head * HEAD_SIZE, N_EMBD, qk)
-    w.matrix(f"{at}.attn_k", n_head_kv * HEAD_SIZE, N_EMBD, qk)
-    w.matrix(f"{at}.attn_v", n_head_kv * HEAD_SIZE, N_EMBD)
-    w.matrix(f"{at}.attn_output", N_EMBD, n_head * HEAD_SIZE, out_gain, into_hidden=True)
+    w.matrix(f"{at}.attn_q", n_head * size, N_EMBD, qk)
+    if has_kv:
+        w.matrix(f"{at}.attn_k", n_head_kv * size, N_EMBD, qk)
+        w.matrix(f"{at}.attn_v", n_head_kv * size, N_EMBD)
+    w.matrix(f"{at}.attn_output", N_EMBD, n_head * size, out_gain, into_hidden=True)
     if qk_norm:
-        w.norm(f"{at}.attn_q_norm", HEAD_SIZE, gain)
-        w.norm(f"{at}.attn_k_norm", HEAD_SIZE, gain)
+        w.norm(f"{at}.attn_q_norm", size, gain)
+        if has_kv:
+            w.norm(f"{at}.attn_k_norm", size, gain)
 
 
 def _feed_forward(w: _Weights, i: int, n_ff: int, out_gain: float = 1.0) -> None:
@@ -360,6 +366,70 @@ def _lfm2(w: _Weights, writer: GGUFWriter) -> float:
     return 2.5
 
 
+def _deepseek2(w: _Weights, writer: GGUFWriter) -> float:
+    """Latent attention: a cell holds a vector of rank `n_latent` and a rotated key, and no values."""
+    n_layer, n_head, n_ff, n_latent, n_rot, n_plain, n_value = 2, 4, 256, 96, 32, 32, 32
+    writer.add_block_count(n_layer)
+    writer.add_leading_dense_block_count(n_layer)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_expert_feed_forward_length(n_ff)
+    writer.add_expert_shared_count(0)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(0)
+    writer.add_kv_lora_rank(n_latent)
+    writer.add_key_length(n_latent + n_rot)
+    writer.add_value_length(n_latent)
+    writer.add_key_length_mla(n_plain + n_rot)
+    writer.add_value_length_mla(n_value)
+    writer.add_rope_dimension_count(n_rot)
+    writer.add_rope_freq_base(10000.0)
+    for i in range(n_layer):
+        at = f"blk.{i}"
+        w.norm(f"{at}.attn_norm", anchor=0.0)
+        w.matrix(f"{at}.attn_q", n_head * (n_plain + n_rot), N_EMBD, 1.6)
+        w.matrix(f"{at}.attn_kv_a_mqa", n_latent + n_rot, N_EMBD, 1.6)
+        w.norm(f"{at}.attn_kv_a_norm", n_latent)
+        for name, n_out, n_in in (("k", n_latent, n_plain), ("v", n_value, n_latent)):
+            values = w.random(f"{at}.attn_{name}_b", (n_head, n_out, n_in), 1.6 * n_in**-0.5)
+            w.tensors[f"{at}.attn_{name}_b.weight"] = values.astype(np.float16)
+        w.matrix(f"{at}.attn_output", N_EMBD, n_head * n_value, 1.6, into_hidden=True)
+        _feed_forward(w, i, n_ff, 2.0)
+    return 2.5
+
+
+def _gemma4(w: _Weights, writer: GGUFWriter) -> float:
+    """Layers of two shapes, the last two of which use the cells of earlier ones."""
+    is_windowed = [True, True, False, True, False]
+    n_shared, n_ff = 2, 128
+    heads = [2 if windowed else 1 for windowed in is_windowed]
+    writer.add_block_count(len(heads))
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_key_length(2 * HEAD_SIZE)
+    writer.add_value_length(2 * HEAD_SIZE)
+    writer.add_key_length_swa(HEAD_SIZE)
+    writer.add_value_length_swa(HEAD_SIZE)
+    writer.add_rope_dimension_count(2 * HEAD_SIZE)
+    writer.add_rope_dimension_count_swa(HEAD_SIZE)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_rope_freq_base_swa(10000.0)
+    writer.add_sliding_window(WINDOW)
+    writer.add_sliding_window_pattern(is_windowed)
+    writer.add_shared_kv_layers(n_shared)
+    writer.add_embedding_length_per_layer_input(0)
+    w.tensors["rope_freqs.weight"] = np.ones(HEAD_SIZE, np.float32)
+    for i, n_head in enumerate(heads):
+        w.norm(f"blk.{i}.attn_norm", anchor=0.0)
+        size = HEAD_SIZE if is_windowed[i] else 2 * HEAD_SIZE
+        _attention(w, i, n_head, n_head, gain=0.5, qk_norm=True, size=size, has_kv=i < len(heads) - n_shared)
+        w.norm(f"blk.{i}.post_attention_norm", anchor=0.0)
+        _feed_forward(w, i, n_ff)
+        w.norm(f"blk.{i}.post_ffw_norm", anchor=0.0)
+    return 3.2
+
+
 # each adds its layers and sizes, and returns about how large the last hidden state is (root mean square)
 _ARCHITECTURES: dict[str, Callable[[_Weights, GGUFWriter], float]] = {
     "llama": _llama,
@@ -367,4 +437,6 @@ _ARCHITECTURES: dict[str, Callable[[_Weights, GGUFWriter], float]] = {
     "mamba": _mamba,
     "granitehybrid": _granite_hybrid,
     "lfm2": _lfm2,
+    "deepseek2": _deepseek2,
+    "gemma4": _gemma4,
 }

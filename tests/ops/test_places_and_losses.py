@@ -24,7 +24,7 @@ from llamakv.store.session_file import (
 )
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, sha, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2"]
+KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
 TURNS = ["Hello there.", "The quick brown fox jumps over the lazy dog. " * 12, "One more?"]
 
 

@@ -20,7 +20,7 @@ from llamakv.store.objects import Objects
 from llamakv.store.session_file import SessionReader, read_session
 from tests.ops.driver import GREEDY, Driver, Heard, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2"]
+KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
 CUTTABLE = ["M", "MS"]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 16
 OTHER = TEXT[:500] + "And then it slept. " * 12

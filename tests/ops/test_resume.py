@@ -28,7 +28,7 @@ from llamakv.store import locks
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2"]
+KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 TURNS = ["Hello there.", LONG, "One more?", "And a last one, please: " + "x y z " * 40]
 

@@ -19,6 +19,7 @@ from llamakv.store.objects import Objects
 from llamakv.store.session_file import create_session, read_session
 from llamakv.store.session_store import SessionStore
 from llamakv.store.store_folder import make_store
+from llamakv.store.survey import take_survey
 from tests.store import samples
 from tests.store.indexes import write_index
 
@@ -103,6 +104,7 @@ def measure(root: Path, n_sessions: int, monkeypatch: pytest.MonkeyPatch) -> dic
         time.sleep(SETTLE_S)
         found["cache refreshed, nothing new"] = timed(refresh, 5)
         found["cache listed"] = timed(list_all, 3)
+        found["survey"] = timed(lambda: take_survey(root), 3)
         found["look-up of 32,768 tokens"] = timed(look_up, 5)
         found["look-up after a save"] = timed(save_and_look_up, 3)
         assert all(hint is not None and hint.n_cells >= N_TOKENS - 1 for hint in hints)

@@ -19,8 +19,9 @@ import numpy as np
 from llamakv.ops.chat import open_chat
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.matching import find_model, merge_memory
-from llamakv.ops.opening import OpenModel, resume, sections_to_restore
+from llamakv.ops.opening import OpenModel, resume
 from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, Reporter, ResumeOptions, SamplingOptions
+from llamakv.ops.resume_cost import sections_restored
 from llamakv.records import Sampling
 from llamakv.store.session_file import SessionReader, read_session
 
@@ -169,7 +170,7 @@ def times(job: dict) -> dict:
         started = time.perf_counter()
         saved = keeper.save(path, chat=None, text="", sampling=Sampling(), reporter=Reporter())
         save_s = time.perf_counter() - started
-        sections = sections_to_restore(saved.info.sections)
+        sections = sections_restored(saved.info.sections)
         raw = [replace(section, data=memoryview(bytes(section.data))) for section in sequence.export(0)]
         context, cutter = sequence._shared.native, sequence._shared.cutter
 

@@ -148,7 +148,7 @@ def test_what_is_kept_of_a_session_belongs_to_a_version() -> None:
         "pinned", "ttl_s",
     )  # fmt: skip
     identity = ("digest", "n_bytes", "architecture", "name", "quantisation", "tokenizer_digest", "adapters")
-    assert cache_database._VERSION == 1
+    assert cache_database._VERSION == 2
     assert facts == summary._FACTS
     assert tuple(field.name for field in dataclasses.fields(ModelIdentity)) == identity
 
@@ -281,7 +281,7 @@ def _zeros(root: Path) -> None:
 
 def _other_version(root: Path) -> None:
     with connect(root) as database:
-        database.execute("PRAGMA user_version = 2")
+        database.execute("PRAGMA user_version = 3")
 
 
 def _other_schema(root: Path) -> None:

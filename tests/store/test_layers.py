@@ -14,7 +14,7 @@ HOMES = {
     "zstandard": {"codec"},
     "blake3": {"digests"},
     "fcntl": {"files", "locks"},
-    "mmap": {"digests"},
+    "mmap": {"digests", "page_cache"},
     "numpy": {"planes"},
     "sqlite3": {"cache_database"},
 }

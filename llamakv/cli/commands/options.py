@@ -5,6 +5,7 @@ Options come in groups, frozen data with one field per option; ``grouping`` lets
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,17 @@ def session_names(root: Path) -> list[str]:
         return []
 
 
+def memory_size(text: str) -> int:
+    """A number of bytes, as ``size_limit`` reads it; ``none`` is none."""
+    try:
+        n_bytes = size_limit(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message.removesuffix(" or none")) from error
+    if math.isinf(n_bytes):
+        raise typer.BadParameter("'none' is not a size (such as 16GB or 24GiB)")
+    return int(n_bytes)
+
+
 # ---------------------------------------------------------------- groups
 
 TypeK = Annotated[
@@ -65,10 +77,38 @@ TypeV = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]  # fmt: skip
+FlashAttn = Annotated[
+    str | None,
+    typer.Option(
+        "--flash-attn", metavar="WHEN", parser=one_of("auto", "on", "off"),
+        autocompletion=offers("auto", "on", "off"), rich_help_panel=MEMORY,
+        help="Flash attention: auto, on or off (default: as stored, else auto).",
+    ),
+]  # fmt: skip
+Swa = Annotated[
+    str | None,
+    typer.Option(
+        "--swa", metavar="HOW", parser=one_of("full", "window"), autocompletion=offers("full", "window"),
+        rich_help_panel=MEMORY,
+        help="Sliding-window layers keep all cells (full) or only the window (default: as stored, else full).",
+    ),
+]  # fmt: skip
 
 
 def _option(panel: str, *names: str, metavar: str, parser: Callable[[str], object], help: str) -> object:
     return typer.Option(*names, metavar=metavar, parser=parser, help=help, rich_help_panel=panel)
+
+
+GpuLayers = Annotated[
+    int | None,
+    _option(MODEL, "--gpu-layers", "-ngl", metavar="N", parser=whole(-1, 100_000),
+            help="Layers on the GPU; -1 is all (default: 0)."),
+]  # fmt: skip
+Threads = Annotated[
+    int | None,
+    _option(MODEL, "--threads", "-t", metavar="N", parser=whole(1, 1024),
+            help="CPU threads (default: one per core)."),
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +136,8 @@ class ModelGroup:
             help="LoRA adapter; =SCALE may be left out (1.0); repeatable.",
         ),
     ] = None  # fmt: skip
-    gpu_layers: Annotated[
-        int | None,
-        _option(MODEL, "--gpu-layers", "-ngl", metavar="N", parser=whole(-1, 100_000),
-                help="Layers on the GPU; -1 is all (default: 0)."),
-    ] = None  # fmt: skip
-    threads: Annotated[
-        int | None,
-        _option(MODEL, "--threads", "-t", metavar="N", parser=whole(1, 1024),
-                help="CPU threads (default: one per core)."),
-    ] = None  # fmt: skip
+    gpu_layers: GpuLayers = None
+    threads: Threads = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,22 +151,8 @@ class MemoryGroup:
     ] = None  # fmt: skip
     type_k: TypeK = None
     type_v: TypeV = None
-    flash_attn: Annotated[
-        str | None,
-        typer.Option(
-            "--flash-attn", metavar="WHEN", parser=one_of("auto", "on", "off"),
-            autocompletion=offers("auto", "on", "off"), rich_help_panel=MEMORY,
-            help="Flash attention: auto, on or off (default: as stored, else auto).",
-        ),
-    ] = None  # fmt: skip
-    swa: Annotated[
-        str | None,
-        typer.Option(
-            "--swa", metavar="HOW", parser=one_of("full", "window"), autocompletion=offers("full", "window"),
-            rich_help_panel=MEMORY,
-            help="Sliding-window layers keep all cells (full) or only the window (default: as stored, else full).",
-        ),
-    ] = None  # fmt: skip
+    flash_attn: FlashAttn = None
+    swa: Swa = None
     rope_freq_base: Annotated[
         float | None,
         _option(MEMORY, "--rope-freq-base", metavar="X", parser=real(0.0),
@@ -244,6 +262,57 @@ class StoreGroup:
         typer.Option("--store", metavar="DIR", rich_help_panel=SESSIONS,
                      help=f"Folder of named sessions (default: ${config.STORE_VARIABLE} or your data folder)."),
     ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInspectGroup:
+    """What ``inspect`` asks of a model file. ``layers``, ``plot`` and ``force`` mean something for a session too."""
+
+    n_ctx: Annotated[
+        list[int] | None,
+        _option(MEMORY, "--n-ctx", "-c", metavar="N", parser=whole(1, 2**31 - 1),
+                help="Context sizes to tell of, in tokens; repeatable (default: some up to the model's own)."),
+    ] = None  # fmt: skip
+    parallel: Annotated[
+        int | None,
+        _option(MEMORY, "--parallel", metavar="N", parser=whole(1, 254),
+                help="Branches that share the context, as fork has them (default: none, one sequence)."),
+    ] = None  # fmt: skip
+    type_k: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type-k", "-ctk", metavar="TYPE", parser=one_of(*CACHE_TYPES), autocompletion=offers(*CACHE_TYPES),
+            rich_help_panel=MEMORY,
+            help="Types of keys to tell of; repeatable (default: f16, q8_0 and q4_0 for both).",
+        ),
+    ] = None  # fmt: skip
+    type_v: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type-v", "-ctv", metavar="TYPE", parser=one_of(*CACHE_TYPES), autocompletion=offers(*CACHE_TYPES),
+            rich_help_panel=MEMORY, help="Types of values, with each type of keys; repeatable.",
+        ),
+    ] = None  # fmt: skip
+    flash_attn: FlashAttn = None
+    swa: Swa = None
+    memory: Annotated[
+        int | None,
+        _option(MEMORY, "--memory", metavar="SIZE", parser=memory_size,
+                help="Say what fits in so much memory too: 16GB, 24GiB."),
+    ] = None  # fmt: skip
+    live: Annotated[
+        bool,
+        typer.Option("--live", metavar="", rich_help_panel=MODEL,
+                     help="Load the model, open a context, and set what it really takes against the estimate."),
+    ] = False  # fmt: skip
+    layers: Annotated[bool, typer.Option("--layers", metavar="", help="Add a row for each layer.")] = False
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Draw a plot: a .svg or .png file; - draws in the terminal."),
+    ] = None  # fmt: skip
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Replace the plot's file that is there.")] = False
+    gpu_layers: GpuLayers = None
+    threads: Threads = None
 
 
 MaxBytes = Annotated[

@@ -22,6 +22,7 @@ from llamakv.cli.output import Json, Output
 from llamakv.errors import InterruptedByUser, UsageError
 
 if TYPE_CHECKING:
+    from llamakv.ops.estimate import SaveEstimate
     from llamakv.ops.save import SaveResult
 
 File = Annotated[
@@ -32,6 +33,11 @@ System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="Sy
 Raw = Annotated[
     bool, typer.Option("--raw", metavar="", help="Read the text as it is, without the model's chat template.")
 ]
+Estimate = Annotated[
+    bool,
+    typer.Option("--estimate", metavar="",
+                 help="Only tell what it would come to: tokens, bytes, memory. Nothing is read or written."),
+]  # fmt: skip
 
 
 @takes_options
@@ -46,6 +52,7 @@ def save(
     file: File = None,
     system: System = None,
     raw: Raw = False,
+    estimate: Estimate = False,
     no_reuse: NoReuse = False,
     force: Force = False,
 ) -> None:
@@ -55,6 +62,7 @@ def save(
     """
     from llamakv.cli import refs
     from llamakv.cli.reporting import running
+    from llamakv.ops import sessions
     from llamakv.ops.requests import SaveRequest
 
     if raw and system is not None:
@@ -62,7 +70,10 @@ def save(
     if file is None and not system:
         raise UsageError("nothing to read: give a text or a system prompt", hint=f"llamakv save -f FILE {ref}")
     root = config.store_dir(store.store)
-    target = refs.target(root, ref)
+    if estimate:  # as refs.target, which makes the store's folder
+        target = refs.Target(ref=ref, path=sessions.resolve(root, ref), name=sessions.session_name(root, ref))
+    else:
+        target = refs.target(root, ref)
     text = None if file is None else requests.read_text(file)
     if text == "" and not system:
         raise UsageError(f"{requests.input_name(file)} is empty", hint=f"llamakv save -f FILE {ref}")
@@ -81,6 +92,13 @@ def save(
         reuse_from=None if no_reuse else root,
         budget=requests.budget(budget),
     )
+    if estimate:
+        from llamakv.ops.estimate import estimate_save
+
+        with running(output) as reporter:
+            told = estimate_save(request, reporter, store=root)
+        _tell_estimate(output, refs.shown(target), told)
+        return
     from llamakv.ops.save import save_prefix
 
     with running(output) as reporter:
@@ -126,3 +144,87 @@ def _tell(output: Output, shown: str, result: SaveResult) -> None:
             output.show(ended)
     if not result.complete:
         raise typer.Exit(int(ended.fields["status"] or 130))
+
+
+def _tell_estimate(output: Output, shown: str, told: SaveEstimate) -> None:
+    if output.json:
+        output.document(_estimate_json(shown, told))
+        return
+    from llamakv.cli import render
+
+    output.write_styled(render.report(_estimate_rows(shown, told)))
+
+
+def _estimate_rows(shown: str, told: SaveEstimate) -> list[tuple[str, str]]:
+    from llamakv.cli.render import count, size
+
+    reused = f"{told.reused:,} reused" + (f" from {told.reused_from}" if told.reused and told.reused_from else "")
+    rows = [("estimate", f"{shown} · nothing was written"),
+            ("tokens", f"{told.n_tokens:,} · {reused} · {told.evaluated:,} to be read")]  # fmt: skip
+    if told.raw_bytes is None or told.new_raw_bytes is None or told.n_sections is None:
+        rows.append(("state", "unknown: this architecture's state is cut in a way that cannot be told beforehand"))
+    else:
+        new = "" if told.new_raw_bytes == told.raw_bytes else f", {size(told.new_raw_bytes)} of it new"
+        rows.append(("state", f"{size(told.raw_bytes)} in {count(told.n_sections, 'section')}{new}"))
+    if told.written_bytes is not None and told.index_bytes is not None:
+        rows.append(("to write", _written_text(told, told.written_bytes, told.index_bytes)))
+    memory, context = told.memory_bytes, told.context
+    rows += [
+        ("memory", f"{size(memory)}: program {size(told.own_bytes)}, weights {size(told.weights_bytes)}, a context of "
+                   f"{context.n_ctx:,} cells {size(context.n_bytes)}"),
+        ("room", _room_text(told)),
+    ]  # fmt: skip
+    return rows
+
+
+def _written_text(told: SaveEstimate, written: int, index: int) -> str:
+    from llamakv.cli.render import count, size
+
+    if told.measured is None:
+        return f"at most {size(written)}, {size(index)} of it index (no session of this model and settings to go by)"
+    measured = told.measured
+    return (
+        f"about {size(written)}, {size(index)} of it index ({measured.raw_over_stored:.2f} raw over stored, as in "
+        f"{count(measured.n_sessions, 'session')} of this model and settings)"
+    )
+
+
+def _room_text(told: SaveEstimate) -> str:
+    from llamakv.cli.render import size
+
+    text = f"{size(told.free_bytes)} free on the disk"
+    if told.budget_bytes is not None:
+        text += f" · the store has {size(told.store_bytes or 0)} of its budget of {size(told.budget_bytes)}"
+    return text
+
+
+def _estimate_json(shown: str, told: SaveEstimate) -> Json:
+    measured = told.measured
+    return {
+        "session": shown,
+        "estimate": True,
+        "tokens": told.n_tokens,
+        "cells": told.n_tokens - 1,
+        "reused": told.reused,
+        "reused_from": None if told.reused_from is None else str(told.reused_from),
+        "evaluated": told.evaluated,
+        "sections": told.n_sections,
+        "raw_bytes": told.raw_bytes,
+        "new_raw_bytes": told.new_raw_bytes,
+        "index_bytes": told.index_bytes,
+        "stored_bytes": told.stored_bytes,
+        "new_stored_bytes": told.new_stored_bytes,
+        "written_bytes": told.written_bytes,
+        "total_bytes": told.total_bytes,
+        "is_upper_bound": measured is None,
+        "measured_sessions": 0 if measured is None else measured.n_sessions,
+        "raw_over_stored": None if measured is None else measured.raw_over_stored,
+        "n_ctx": told.context.n_ctx,
+        "memory_bytes": told.memory_bytes,
+        "context_bytes": told.context.n_bytes,
+        "weights_bytes": told.weights_bytes,
+        "own_bytes": told.own_bytes,
+        "free_bytes": told.free_bytes,
+        "budget_bytes": told.budget_bytes,
+        "store_bytes": told.store_bytes,
+    }

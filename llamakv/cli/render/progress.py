@@ -20,12 +20,13 @@ _PHASES = {
     "restore": "restoring",
     "save": "saving",
     "answers": "answering",
+    "bench": "measuring",
     "survey": "looking at sessions",
     "verify": "checking",
     "collect": "removing",
 }
 _IN_BYTES = frozenset({"digest", "load", "read", "verify"})
-_NOUNS = {"answers": "answer", "survey": "session", "collect": "section"}
+_NOUNS = {"answers": "answer", "bench": "step", "survey": "session", "collect": "section"}
 """What a phase counts, where that is not tokens."""
 
 _DELAY_S = 0.3

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
-from llamakv.engine.contract import ModelInfo
+from llamakv.engine.contract import ModelInfo, Shortage
+from llamakv.engine.llamacpp.kept import Beginning, KeptRuns
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.engine.prefix import n_common
+from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
 from llamakv.engine.room import no_room
 from llamakv.errors import LlamakvError, NoRoomError
+from llamakv.records import StateSection
 
 
 class Admission:
     """Runs that wait, in their order, and the account of cells: those in use, and those that runs under way
     (``active``) may still take. What is promised never exceeds the limit.
 
+    ``kept`` are the runs that are over and have their cells; ``drop`` frees those of one of them.
     ``fills_memory``: the limit is to be what the machine's free memory holds, where that is less.
     """
 
@@ -25,7 +29,9 @@ class Admission:
         self,
         shared: SharedContext,
         active: list[LlamaRun],
+        kept: KeptRuns,
         *,
+        drop: Callable[[LlamaRun], None],
         info: ModelInfo,
         n_parallel: int,
         n_ctx_max: int,
@@ -38,6 +44,10 @@ class Admission:
         self._n_ctx_max = n_ctx_max
         self._fills_memory = fills_memory
         self._short: int | None = None
+        self._kept = kept
+        self._drop = drop
+        self._arriving: list[LlamaRun] = []
+        self.shortage: Shortage | None = None
         self.waiting: deque[LlamaRun] = deque()
 
     # ------------------------------------------------------------ the account
@@ -50,8 +60,8 @@ class Admission:
 
     @property
     def promised(self) -> int:
-        """Cells that runs under way may still take."""
-        return sum(run.n_to_come for run in self._active)
+        """Cells that runs under way may still take, and sessions that are being brought back."""
+        return sum(run.n_to_come for run in self._active) + sum(run.n_unread for run in self._arriving)
 
     @property
     def free(self) -> int:
@@ -86,21 +96,26 @@ class Admission:
             self._fills_memory = False
             self._shared.n_cells_max = min(self._shared.n_cells_max, self._shared.n_cells_in_memory())
         failed = []
-        while self.waiting:
-            run = self.waiting[0]
+        index = 0
+        self.shortage = None
+        while index < len(self.waiting):
+            run = self.waiting[index]
             n_under_way = sum(not active.is_guest for active in self._active)
             if not self._fits_at_all(run):
-                failed.append(self.waiting.popleft())
+                del self.waiting[index]
+                failed.append(run)
                 continue
-            if n_under_way >= self._n_parallel or self._shared.n_free_ids == 0:
+            if n_under_way >= self._n_parallel:
                 break
-            n_shared = self._n_to_share(run, root)
-            free = self.free
-            if run.n_to_come - n_shared > free and any(active.n_to_come for active in self._active):
+            beginning = self._kept.beginning_of(run, root)
+            if beginning.is_being_read:
+                index += 1
+                continue
+            if not self._have_room(run.n_to_come - beginning.n_shared, beginning.cells):
                 break
-            self.waiting.popleft()
+            del self.waiting[index]
             try:
-                self._begin(run, root, n_shared, free)
+                self._begin(run, beginning, self.free)
                 begin(run)
             except LlamakvError as error:
                 run.fail(error)
@@ -108,6 +123,21 @@ class Admission:
             else:
                 self._active.append(run)
         return failed
+
+    def _have_room(self, n_cells: int, keep: SequenceCells) -> bool:
+        """Have a sequence and so many cells, if need be those of runs that were let go of, but not of the one that
+        ``keep`` belongs to. Alone a run may begin with less."""
+        while n_cells > self.free or self._shared.n_free_ids == 0:
+            run = self._kept.next_to_go(keep)
+            if run is None:
+                break
+            self._drop(run)
+        if self._shared.n_free_ids and n_cells <= self.free:
+            return True
+        if self._shared.n_free_ids and not self._kept.are_awaited and not self._arriving:
+            return not any(active.n_to_come for active in self._active)
+        self.shortage = Shortage(n_cells=max(n_cells - self.free, 0), n_sequences=int(self._shared.n_free_ids == 0))
+        return False
 
     def _fits_at_all(self, run: LlamaRun) -> bool:
         if run.is_over:
@@ -122,31 +152,62 @@ class Admission:
         n_train = self._info.n_ctx_train
         return no_room(needed=len(run.tokens) + 1, used=used, limit=limit, n_ctx_train=n_train)
 
-    def _n_to_share(self, run: LlamaRun, root: LlamaSequence) -> int:
-        """How many of the root's cells a run may begin with. Where memory cannot be shared at any place, these are all
-        of them, those of a place that the root remembers, or none."""
-        n = n_common(root.tokens[: root.n_cells], run.tokens[:-1])
-        if self._shared.can_share(root.cells, n):
-            return n
-        if self._shared.is_recurrent:
-            return max((place for place in root.marks if place <= n), default=0)
-        return 0
-
-    def _begin(self, run: LlamaRun, root: LlamaSequence, n_shared: int, free: int) -> None:
-        shared = self._shared
+    def _begin(self, run: LlamaRun, beginning: Beginning, free: int) -> None:
+        shared, n_shared = self._shared, beginning.n_shared
         if len(run.tokens) - n_shared > max(free, 0) and not run.n_generated:
             raise self._no_room(run, used=shared.n_used + self.promised, limit=self.limit)
         if shared.moves_whole:  # what is shared would not be after growing, so there is to be no growing
             free = self._make_room(n_least=len(run.tokens) - n_shared, n_most=min(run.n_to_come - n_shared, free))
-        if shared.can_share(root.cells, n_shared):
-            run.cells = shared.fork(root.cells, n_shared)
-        else:
-            run.cells = shared.fork(root.cells, root.n_cells)
-            shared.go_back_to_tail(run.cells, n_shared, root.marks[n_shared])
+        self._share(run, beginning)
         # alone it may have all there is, even if that is less than it could need
         run.n_ctx_max = min(self._n_ctx_max, max(n_shared + max(free, 0) + 1, len(run.tokens)))
         if not run.n_generated:
             run.n_reused = n_shared
+
+    def _share(self, run: LlamaRun, beginning: Beginning) -> None:
+        """Give a run a sequence, with what it begins with."""
+        shared, parent, n = self._shared, beginning.cells, beginning.n_shared
+        if shared.can_share(parent, n):
+            run.cells = shared.fork(parent, n)
+        else:
+            run.cells = shared.fork(parent, parent.n_cells)
+            shared.go_back_to_tail(run.cells, n, beginning.tails[n])
+
+    def adopt(
+        self,
+        run: LlamaRun,
+        root: LlamaSequence,
+        sections: Callable[[int], Iterable[StateSection]],
+        lock: AbstractContextManager[object],
+    ) -> None:
+        """Give a run, which is over, the cells of a session; others go on while it reads (``lock`` is held for a
+        section at a time where memory can be moved half read).
+
+        Raises:
+            MismatchError, NoRoomError: nothing is kept.
+        """
+        shared, n_cells = self._shared, len(run.tokens) - 1
+        pieces = shared.shares_anywhere
+        with lock:
+            beginning = self._kept.beginning_of(run, root)
+            n_shared = beginning.n_shared if pieces else 0
+            if not self._have_room(n_cells - n_shared, beginning.cells):
+                self.shortage = None
+                raise self._no_room(run, used=shared.n_used + self.promised, limit=self.limit)
+            run.cells = shared.fork(beginning.cells, n_shared)
+            run.n_reused = n_shared
+            self._arriving.append(run)
+        try:
+            with contextlib.nullcontext() if pieces else lock:
+                shared.restore_beside(run.cells, sections(n_shared), n_cells, lock)
+        except BaseException:
+            with lock:
+                self._drop(run)
+            raise
+        finally:
+            self._arriving.remove(run)
+        with lock:
+            self._kept.add(run)
 
     def _make_room(self, *, n_least: int, n_most: int) -> int:
         """Have room for as many cells as there is memory for; returns how many."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamakv.engine.contract import MemoryRequest
-from llamakv.engine.llamacpp.native import Pointer, api, cache_type, native_log
+from llamakv.engine.llamacpp.memory_log import ModelSizes, read_context
+from llamakv.engine.llamacpp.native import Pointer, api, bare_reason, cache_type, native_log
+from llamakv.engine.memory import ContextMemory
 from llamakv.errors import EngineError, NoRoomError, UsageError
 
 N_UBATCH = 256
@@ -67,6 +69,7 @@ class NativeContext:
         self._pointer: Pointer = api.llama_init_from_model(model, params)
         if not self._pointer:
             raise _refused(memory, n_ctx)
+        self._log = native_log().lines
         self.flash_attn = _resolved_flash_attn(memory)
         self._memory = api.llama_get_memory(self._pointer)
         self._token = np.zeros(N_UBATCH, np.int32)
@@ -100,6 +103,18 @@ class NativeContext:
     def pointer(self) -> Pointer:
         """The native context, for samplers."""
         return self._pointer
+
+    def allocated(self, sizes: ModelSizes, *, is_dry: bool = False) -> ContextMemory:
+        """What it took when it was opened; ``sizes`` are its model's, ``is_dry`` says that this was opened without
+        memory."""
+        return read_context(
+            self._log,
+            sizes,
+            n_ctx=self.n_ctx,
+            n_seq_max=self.n_seq_max,
+            flash_attn=self.flash_attn,
+            is_dry=is_dry,
+        )
 
     def _set_adapters(self, adapters: Sequence[tuple[Pointer, float]]) -> None:
         if not adapters:
@@ -227,9 +242,14 @@ class NativeContext:
 
 
 def _refused(memory: MemoryRequest, n_ctx: int) -> Exception:
-    reason = native_log().last_warning()
+    reason = bare_reason(native_log().last_warning())
     if memory.flash_attn is False and memory.type_v not in ("f32", "f16", "bf16"):
         return UsageError(f"cache type {memory.type_v} for V needs flash attention", hint="use --flash-attn on")
+    if "cache types" in reason:  # latent attention keeps no values, and wants one type for both
+        return UsageError(
+            f"cache types {memory.type_k} for K and {memory.type_v} for V do not go together: {reason}",
+            hint=f"use --type-k {memory.type_k} --type-v {memory.type_k}",
+        )
     if "alloc" in reason:
         return NoRoomError(f"there is not enough memory for a context of {n_ctx} cells: {reason}")
     return EngineError(

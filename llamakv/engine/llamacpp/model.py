@@ -14,12 +14,19 @@ from typing import Self
 
 from llamakv.engine.contract import MemoryRequest, ModelInfo
 from llamakv.engine.llamacpp.context import NativeContext
+from llamakv.engine.llamacpp.gguf_header import GgufHeader, check_is_gguf
+from llamakv.engine.llamacpp.memory_log import ModelSizes, logged_buffers, read_sizes
 from llamakv.engine.llamacpp.native import (
     Pointer,
     api,
     attention_rotation,
+    bare_reason,
+    block_of,
     engine_versions,
-    has_tensor,
+    load_failure,
+    memory_kind,
+    model_number,
+    model_text,
     native_log,
     require_functions,
     tiles_are_safe,
@@ -28,11 +35,11 @@ from llamakv.engine.llamacpp.sampler import TokenChooser
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import N_SEQ_MAX, SharedContext
+from llamakv.engine.memory import DeviceBuffer
 from llamakv.engine.room import no_room
 from llamakv.errors import EngineError, ModelFileError
-from llamakv.records import EngineVersions, MemoryKind, MemorySettings, Sampling
+from llamakv.records import EngineVersions, MemorySettings, Sampling
 
-_GGUF_MAGIC = b"GGUF"  # gguf.h
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE in llama.h
 N_PARALLEL_MAX = N_SEQ_MAX - 2
 """Runs at the same time at most, beside the root and the scratch sequence."""
@@ -60,7 +67,7 @@ class LlamaModel:
         """
         require_functions()
         native_log().sink = on_log
-        _check_is_gguf(path)
+        check_is_gguf(path)
         self._path = path
         self._adapters: list[tuple[Pointer, float]] = []
         self._contexts: list[LlamaScheduler] = []
@@ -87,16 +94,18 @@ class LlamaModel:
         native_log().clear()
         pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
-            reason = native_log().last_warning()
-            raise ModelFileError(f"the engine cannot load {path}: {_bare(reason)}", path=str(path))
+            raise ModelFileError(f"the engine cannot load {path}: {load_failure()}", path=str(path))
+        self._log = native_log().lines
         return pointer
 
     def _add_adapter(self, path: Path, scale: float) -> None:
-        _check_is_gguf(path)
+        check_is_gguf(path)
         pointer = api.llama_adapter_lora_init(self._pointer, os.fsencode(path))
         if not pointer:
             reason = native_log().last_warning()
-            raise ModelFileError(f"the engine cannot use the LoRA adapter {path}: {_bare(reason)}", path=str(path))
+            raise ModelFileError(
+                f"the engine cannot use the LoRA adapter {path}: {bare_reason(reason)}", path=str(path)
+            )
         self._adapters.append((pointer, scale))
 
     def _read_info(self, path: Path) -> ModelInfo:
@@ -105,23 +114,16 @@ class LlamaModel:
             raise ModelFileError(f"{path} has no vocabulary: text cannot be turned into tokens", path=str(path))
         if not api.llama_model_has_decoder(model) or api.llama_model_is_diffusion(model):
             raise ModelFileError(f"{path} is not a model that continues text", path=str(path))
-        n_window = api.llama_model_n_swa(model)
-        if api.llama_model_is_recurrent(model):
-            kind = MemoryKind.RECURRENT
-        elif api.llama_model_is_hybrid(model):
-            kind = MemoryKind.HYBRID
-        else:
-            kind = MemoryKind.WINDOWED if n_window > 0 else MemoryKind.DENSE
         template = api.llama_model_chat_template(model, None)
         return ModelInfo(
-            architecture=self._meta("general.architecture") or "unknown",
-            name=self._meta("general.name") or path.stem,
+            architecture=model_text(model, "general.architecture") or "unknown",
+            name=model_text(model, "general.name") or path.stem,
             quantisation=(api.llama_ftype_name(api.llama_model_ftype(model)) or b"unknown").decode(),
-            kind=kind,
+            kind=memory_kind(model),
             n_ctx_train=api.llama_model_n_ctx_train(model),
             n_vocab=api.llama_vocab_n_tokens(vocab),
             n_layer=api.llama_model_n_layer(model),
-            n_window=n_window,
+            n_window=api.llama_model_n_swa(model),
             n_bytes=api.llama_model_size(model),
             template=template.decode("utf-8", "replace") if template else None,
             bos=self._text_of(api.llama_vocab_bos(vocab)),
@@ -131,15 +133,11 @@ class LlamaModel:
 
     def _read_n_ctx_original(self, path: Path) -> int | None:
         """The context size beyond which the model's other set of rope factors applies; None if it has no two sets."""
-        text = self._meta(f"{self._info.architecture}.rope.scaling.original_context_length")
-        if text is None or not text.isdecimal() or not has_tensor(path, "rope_factors_long.weight"):
+        n_ctx = model_number(self._pointer, "{arch}.rope.scaling.original_context_length")
+        if n_ctx is None:
             return None
-        return int(text)
-
-    def _meta(self, key: str) -> str | None:
-        buffer = ctypes.create_string_buffer(4096)
-        n = api.llama_model_meta_val_str(self._pointer, key.encode(), buffer, len(buffer))
-        return buffer.value.decode("utf-8", "replace") if n >= 0 else None
+        with GgufHeader(path) as header:
+            return n_ctx if header.has_tensor("rope_factors_long.weight") else None
 
     def _text_of(self, token: int) -> str:
         return self.token_bytes(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
@@ -161,6 +159,18 @@ class LlamaModel:
         """The settings of the context last opened, resolved."""
         assert self._settings is not None, "no context was opened"
         return self._settings
+
+    @property
+    def weights_by_device(self) -> tuple[DeviceBuffer, ...]:
+        """Where the weights lie; see the contract."""
+        return logged_buffers(self._log, "model")
+
+    def _sizes(self) -> ModelSizes:
+        return read_sizes(
+            self._log,
+            n_vocab=self._info.n_vocab,
+            meta=lambda key: model_number(self._pointer, f"{{arch}}.{key}"),
+        )
 
     def tokenizer_digest(self) -> str:
         """SHA-256 over every token's text and attributes, and the special tokens' ids, in hex."""
@@ -236,6 +246,7 @@ class LlamaModel:
         n_ctx_min: int,
         n_ctx_max: int,
         n_cells_max: int | None = None,
+        n_kept: int = 0,
         n_threads: int,
     ) -> LlamaScheduler:
         """A context for a sequence and ``n_parallel`` runs beside it; see the contract.
@@ -245,10 +256,13 @@ class LlamaModel:
             UsageError: cache types the engine does not take.
             ValueError: more sequences than llama.cpp can have.
         """
-        if not 0 <= n_parallel <= N_PARALLEL_MAX:
-            raise ValueError(f"{n_parallel} sequences at the same time: 0 ... {N_PARALLEL_MAX} are possible")
+        if not (n_parallel >= 0 and n_kept >= 0 and n_parallel + n_kept <= N_PARALLEL_MAX):
+            n = n_parallel + n_kept
+            raise ValueError(f"{n} sequences at the same time: 0 ... {N_PARALLEL_MAX} are possible")
         if n_ctx_min > n_ctx_max:
             raise no_room(needed=n_ctx_min, used=0, limit=n_ctx_max, n_ctx_train=self._info.n_ctx_train)
+        if block_of(memory.type_k)[0] > 1 or block_of(memory.type_v)[0] > 1:
+            self._sizes().check(memory)
         resolved = memory
 
         def open_context(n_ctx: int) -> NativeContext:
@@ -256,16 +270,17 @@ class LlamaModel:
                 self._pointer,
                 resolved,
                 n_ctx=n_ctx,
-                n_seq_max=n_parallel + 2,  # the root and the scratch sequence
+                n_seq_max=n_parallel + n_kept + 2,  # the root and the scratch sequence
                 n_threads=n_threads,
                 adapters=self._adapters,
             )
 
         shared = SharedContext(
             open_context,
+            sizes=self._sizes,
             info=self._info,
             swa_full=memory.swa_full,
-            n_seq=n_parallel + 1,
+            n_seq=n_parallel + n_kept + 1,
             n_ctx_min=n_ctx_min,
             n_ctx_floor=self._n_ctx_floor(),
             n_cells_max=n_ctx_max * (n_parallel + 1) if n_cells_max is None else n_cells_max,
@@ -279,6 +294,7 @@ class LlamaModel:
             n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
             fills_memory=n_cells_max is None,
+            is_for_many=n_kept > 0,
         )
         resolved = replace(memory, flash_attn=scheduler.flash_attn)
         self._contexts.append(scheduler)
@@ -316,19 +332,3 @@ class LlamaModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_is_gguf(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise ModelFileError(f"cannot read the model file {path}: {error.strerror}", path=str(path)) from error
-    if magic != _GGUF_MAGIC:
-        raise ModelFileError(f"{path} is not a GGUF model file", path=str(path))
-
-
-def _bare(line: str) -> str:
-    """An engine log line without the name of the function it comes from."""
-    head, colon, rest = line.partition(": ")
-    return rest if colon and " " not in head else line or "no reason given"

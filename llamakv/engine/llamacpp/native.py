@@ -1,4 +1,4 @@
-"""llama_cpp, its log, its versions and its numbers. Nothing here opens a model."""
+"""llama_cpp, its log, its versions, its numbers, and what it says of a model. Nothing here opens one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp.llama_cpp as api
 
 from llamakv.errors import UsageError
-from llamakv.records import EngineVersions
+from llamakv.records import EngineVersions, MemoryKind
 
 __all__ = [
     "CACHE_TYPES",
@@ -22,13 +22,21 @@ __all__ = [
     "Pointer",
     "api",
     "attention_rotation",
+    "bare_reason",
+    "block_of",
     "cache_type",
     "engine_versions",
-    "has_tensor",
+    "load_failure",
+    "memory_kind",
+    "model_number",
+    "model_text",
     "native_log",
     "require_functions",
     "tiles_are_safe",
 ]
+
+Pointer = Any
+"""A native object; ctypes gives them as plain integers or pointers."""
 
 CACHE_TYPES = {
     "f32": 0,
@@ -44,7 +52,9 @@ CACHE_TYPES = {
 """Cache types llama.cpp takes: names and their numbers in ggml.h (ggml_type)."""
 
 _DEBUG, _WARN = 1, 3  # ggml_log_level in ggml.h
-_N_KEPT_LINES = 400
+_N_KEPT_LINES = 4000  # a line for each layer of each cache, beside some hundred others
+_PLACES = (b"llama_kv_cache: layer", b"llama_memory_recurrent", b"llama_dsv4_comp_state: layer")
+"""How debug lines begin that say where a layer's cells lie; the others are a line for each node of each graph."""
 
 
 def cache_type(name: str) -> int:
@@ -70,7 +80,9 @@ class NativeLog:
         api.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _take(self, level: int, text: bytes, _: object) -> None:
-        if level <= _DEBUG:  # a line for each node of each graph
+        if level <= _DEBUG:
+            if text.startswith(_PLACES):
+                self._lines.append(text.decode("utf-8", "replace"))
             return
         line = text.decode("utf-8", "replace")
         self._lines.append(line)
@@ -83,6 +95,11 @@ class NativeLog:
         """Forget the lines so far."""
         self._lines.clear()
         self._warnings.clear()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines since they were last cleared, the latest few thousand."""
+        return tuple(self._lines)
 
     def find(self, part: str) -> str | None:
         """The latest line that contains ``part``."""
@@ -106,7 +123,8 @@ NEEDED = """
     llama_memory_seq_pos_max llama_memory_seq_pos_min llama_memory_seq_rm llama_model_chat_template
     llama_model_default_params llama_model_free llama_model_ftype llama_model_get_vocab llama_model_has_decoder
     llama_model_is_diffusion llama_model_is_hybrid llama_model_is_recurrent llama_model_load_from_file
-    llama_model_meta_val_str llama_model_n_ctx_train llama_model_n_layer llama_model_n_swa llama_model_size
+    llama_model_meta_val_str llama_model_n_ctx_train llama_model_n_embd llama_model_n_layer llama_model_n_params
+    llama_model_n_swa llama_model_size
     llama_n_ctx llama_progress_callback llama_sampler_accept llama_sampler_apply llama_sampler_chain_add
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_n llama_sampler_chain_remove
     llama_sampler_free llama_sampler_init_dist llama_sampler_init_grammar llama_sampler_init_greedy
@@ -156,30 +174,52 @@ def _ggml_commit() -> str:
     return str(function().decode())
 
 
-class _GgufParams(ctypes.Structure):
-    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))  # gguf_init_params in gguf.h
-
-
-def has_tensor(path: os.PathLike[str], name: str) -> bool:
-    """Whether a GGUF file has a tensor of this name; False where that cannot be told. Reads the file's header."""
+@functools.cache
+def block_of(type_name: str) -> tuple[int, int]:
+    """How many numbers a block of a type holds, and the bytes it takes."""
     from llama_cpp import _ggml
 
-    library = _ggml.libggml
-    if not hasattr(library, "gguf_init_from_file"):
-        return False
-    library.gguf_init_from_file.restype = ctypes.c_void_p
-    library.gguf_init_from_file.argtypes = [ctypes.c_char_p, _GgufParams]
-    library.gguf_find_tensor.restype = ctypes.c_int64
-    library.gguf_find_tensor.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    library.gguf_free.restype = None
-    library.gguf_free.argtypes = [ctypes.c_void_p]
-    file = library.gguf_init_from_file(os.fsencode(path), _GgufParams(no_alloc=True, ctx=None))
-    if not file:
-        return False
-    try:
-        return bool(library.gguf_find_tensor(file, name.encode()) >= 0)
-    finally:
-        library.gguf_free(file)
+    blocks, sizes = _ggml.libggml.ggml_blck_size, _ggml.libggml.ggml_type_size
+    blocks.restype, blocks.argtypes = ctypes.c_int64, [ctypes.c_int]
+    sizes.restype, sizes.argtypes = ctypes.c_size_t, [ctypes.c_int]
+    number = cache_type(type_name)
+    return int(blocks(number)), int(sizes(number))
+
+
+def model_text(model: Pointer, key: str) -> str | None:
+    """What a model's file says under a key, as text; None where it says nothing, or has an array there."""
+    buffer = ctypes.create_string_buffer(4096)
+    n = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if n >= 0 else None
+
+
+def model_number(model: Pointer, key: str) -> int | None:
+    """The whole number a model's file has under a key, where ``{arch}`` stands for its architecture."""
+    architecture = model_text(model, "general.architecture") or ""
+    text = model_text(model, key.replace("{arch}", architecture))
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def memory_kind(model: Pointer) -> MemoryKind:
+    """What its sequences keep."""
+    if api.llama_model_is_recurrent(model):
+        return MemoryKind.RECURRENT
+    if api.llama_model_is_hybrid(model):
+        return MemoryKind.HYBRID
+    return MemoryKind.WINDOWED if api.llama_model_n_swa(model) > 0 else MemoryKind.DENSE
+
+
+def bare_reason(line: str) -> str:
+    """An engine log line without the name of the function it comes from."""
+    head, colon, rest = line.partition(": ")
+    return rest if colon and " " not in head else line or "no reason given"
+
+
+def load_failure() -> str:
+    """Why the engine did not load the last model, in its own words."""
+    words = "error loading model: "
+    line = native_log().find(words)
+    return bare_reason(native_log().last_warning()) if line is None else line.partition(words)[2]
 
 
 def attention_rotation() -> bool:
@@ -203,7 +243,3 @@ def tiles_are_safe() -> bool:
     except OSError:
         return True
     return "amx_int8" not in flags.split()
-
-
-Pointer = Any
-"""A native object; ctypes gives them as plain integers or pointers."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from llamakv.engine.contract import RunRequest
+from llamakv.engine.contract import RunRequest, TokenLogprob
 from llamakv.engine.llamacpp.native import Pointer
-from llamakv.engine.llamacpp.sampler import TokenChooser
+from llamakv.engine.llamacpp.sampler import TokenChooser, TokenProbabilities
 from llamakv.engine.llamacpp.shared import SequenceCells
 from llamakv.engine.text import TextStream, open_character
 from llamakv.errors import LlamakvError
@@ -37,6 +37,9 @@ class LlamaRun:
         self.number = number
         self.cells = cells
         self.is_guest = cells is not None
+        self.space = request.space if request is not None else ""
+        self.may_go = self.is_pinned = False
+        self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)
         self.n_reused = cells.n_cells if cells is not None else 0
@@ -45,6 +48,7 @@ class LlamaRun:
         self.error: LlamakvError | None = None
         self.started_s = self.first_token_s = self.ended_s = 0.0
         self._held: list[str] = []
+        self._n_vocab = 0
 
     @property
     def is_over(self) -> bool:
@@ -90,14 +94,20 @@ class LlamaRun:
         self.started_s = self.started_s or now
         if self.request is not None and self.writer is None:
             self.writer = Writer(self.request, self.tokens, vocab, n_vocab, token_bytes)
+            self._n_vocab = n_vocab
 
     def add_token(self, index: int, context: Pointer, is_end: Callable[[int], bool]) -> None:
         """Choose the next token from the logits at ``index`` of the decode call that took the pending one."""
         assert self.writer is not None
+        assert self.request is not None
+        n_top = self.request.n_top_logprobs
+        probabilities = None if n_top is None else TokenProbabilities(context, index, self._n_vocab)
         token = self.writer.chooser.choose(context, len(self.tokens), index)
         if token is None:  # the grammar is at its end, or at a place where all it allows is forbidden
             self.end("stop")
             return
+        if probabilities is not None and n_top is not None:
+            self.logprobs.append(probabilities.of(token, n_top))
         self.tokens.append(token)
         now = time.perf_counter()
         self.first_token_s = self.first_token_s or now

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llamakv.engine.contract import TokenLogprob
 from llamakv.engine.llamacpp.native import Pointer, api
 from llamakv.errors import UsageError
 from llamakv.records import Sampling
@@ -123,6 +124,27 @@ class TokenChooser:
         if self._chain:
             api.llama_sampler_free(self._chain)
             self._chain = None
+
+
+class TokenProbabilities:
+    """How likely each token was after a decode call, before any sampling parameter: natural logarithms of the softmax
+    of the logits at ``index``. Valid for as long as these logits are."""
+
+    def __init__(self, context: Pointer, index: int, n_vocab: int) -> None:
+        self._logits = np.ctypeslib.as_array(api.llama_get_logits_ith(context, index), (n_vocab,))
+        largest = float(self._logits.max())
+        exponentials = np.exp(self._logits.astype(np.float64) - largest)
+        self._log_sum = largest + math.log(float(exponentials.sum()))
+
+    def of(self, token: int, n_top: int) -> TokenLogprob:
+        """A token's, with those of the ``n_top`` most likely tokens, the first one first."""
+        n = min(n_top, len(self._logits))
+        found = (
+            np.argpartition(self._logits, len(self._logits) - n)[len(self._logits) - n :] if n else np.array([], int)
+        )
+        ordered = sorted((int(i) for i in found), key=lambda i: (-float(self._logits[i]), i))
+        top = tuple((i, float(self._logits[i]) - self._log_sum) for i in ordered)
+        return TokenLogprob(token=token, logprob=float(self._logits[token]) - self._log_sum, top=top)
 
 
 def _check_grammar(text: str) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest
+from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest, Shortage
 from llamakv.engine.llamacpp.admission import Admission
-from llamakv.engine.llamacpp.context import N_UBATCH, Rows
+from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode
+from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
-from llamakv.records import StateSection
+from llamakv.engine.memory import ContextMemory
+from llamakv.errors import AbortedError, LlamakvError, NoRoomError
+from llamakv.records import Sampling, StateSection
 
 _N_EXPECTED = 256
 """Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
@@ -24,23 +26,9 @@ for each token as calls of 256 (one thread: SmolLM2 8.0 and 8.2 ms, Gemma 3 4.9 
 longer."""
 
 
-class _Stopped(Exception):
-    """The abort check stopped a decode call."""
-
-
-class _RefusedError(Exception):
-    """The engine refused a token of this run, for this reason."""
-
-    def __init__(self, run: LlamaRun, reason: EngineError) -> None:
-        super().__init__(reason)
-        self.run = run
-        self.reason = reason
-
-
 class LlamaScheduler:
-    """``Scheduler`` of the contract. ``n_read_max`` tokens at most are read in a call that also decodes;
-    ``fills_memory``: the cells are to be limited by the machine's free memory too. ``admission``, ``lock`` and ``turn``
-    are for its sequences."""
+    """``Scheduler`` of the contract. A call that also decodes reads ``n_read_max`` tokens at most; ``fills_memory``:
+    free memory limits the cells too. ``admission``, ``lock`` and ``turn`` are for its sequences."""
 
     def __init__(
         self,
@@ -53,6 +41,7 @@ class LlamaScheduler:
         n_parallel: int,
         n_ctx_max: int,
         fills_memory: bool,
+        is_for_many: bool = False,
         n_read_max: int = _N_READ,
     ) -> None:
         self._shared = shared
@@ -63,18 +52,25 @@ class LlamaScheduler:
         self._n_parallel = n_parallel
         self._n_ctx_max = n_ctx_max
         self._n_read_max = n_read_max
+        self._is_for_many = is_for_many
         self._active: list[LlamaRun] = []
         self._over: list[LlamaRun] = []
         self._n_submitted = self._n_steps = self._n_decoded = 0
         self._is_closed = False
         self.lock = threading.RLock()
         self.flash_attn = shared.native.flash_attn
+        self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
         self.admission = Admission(
-            shared, self._active, info=info, n_parallel=n_parallel, n_ctx_max=n_ctx_max, fills_memory=fills_memory
+            shared,
+            self._active,
+            self._kept,
+            drop=self._free,
+            info=info,
+            n_parallel=n_parallel,
+            n_ctx_max=n_ctx_max,
+            fills_memory=fills_memory,
         )
         self._root = LlamaSequence(self, shared, info=info, n_ctx_max=n_ctx_max)
-
-    # ------------------------------------------------------------ facts
 
     @property
     def root(self) -> LlamaSequence:
@@ -103,7 +99,13 @@ class LlamaScheduler:
             n_cells_max=self.admission.limit,
             n_steps=self._n_steps,
             n_decoded=self._n_decoded,
+            n_kept=len(self._kept),
         )
+
+    @property
+    def memory(self) -> ContextMemory:
+        """What the present context took; see the contract."""
+        return self._shared.allocated
 
     # ------------------------------------------------------------ runs in and out
 
@@ -163,6 +165,47 @@ class LlamaScheduler:
             if not self._is_closed:
                 self._shared.drop(run.cells)
             run.cells = None
+        self._kept.remove(run)
+
+    @property
+    def kept(self) -> Sequence[LlamaRun]:
+        """Runs that are over and have their cells; see the contract."""
+        with self.lock:
+            return list(self._kept)
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """What the first run that waits lacks."""
+        return self.admission.shortage
+
+    def let_go(self, run: Run) -> None:
+        """Allow that a kept run's cells are taken when others need them."""
+        self._own(run).may_go = True
+
+    def pin(self, run: Run, *, is_pinned: bool) -> None:
+        """Keep a kept run's cells whatever comes, or no longer."""
+        self._own(run).is_pinned = is_pinned
+
+    def has_cells(self, run: Run) -> bool:
+        """Whether it still has its cells."""
+        return self._own(run).cells is not None
+
+    def adopt(
+        self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""
+    ) -> LlamaRun:
+        """A kept run made of stored state; see the contract.
+
+        Raises:
+            ValueError: no tokens, one that does not exist, or a scheduler that was closed.
+        """
+        if self._is_closed or not tokens:
+            raise ValueError("the scheduler was closed" if self._is_closed else "a session has at least one token")
+        self.check_tokens(tokens)
+        request = RunRequest(tokens=(), sampling=Sampling(max_tokens=0), keeps_cells=True, space=space)
+        run = LlamaRun(list(tokens), owner=self, request=request, n_ctx_max=self._n_ctx_max, number=-1)
+        run.end("restored")
+        self.admission.adopt(run, self._root, sections, self.lock)
+        return run
 
     def export(self, run: Run, from_position: int = 0) -> Iterator[StateSection]:
         """State of a run that kept its cells, in sections.
@@ -255,29 +298,22 @@ class LlamaScheduler:
         over = [run for run in self._active if run.is_over or (run.request is None and run.n_unread == 0)]
         for run in over:
             self._active.remove(run)
-            if not run.is_guest and not (run.request is not None and run.request.keeps_cells and run.error is None):
+            if not run.is_guest and run.request is not None and run.request.keeps_cells and run.error is None:
+                self._kept.add(run)
+            elif not run.is_guest:
                 self._free(run)
             if not run.is_guest:
                 self._over.append(run)
 
-    def _compose(self) -> list[tuple[LlamaRun, int]]:
+    def _compose(self) -> Part:
         """Who takes part in the next call, with how many tokens."""
         runs = self._active
         if not self._shared.decodes_together and runs:
             runs.append(runs.pop(0))  # each in its turn
             runs = runs[-1:]
-        part = [(run, 1) for run in runs if run.n_unread == 0]
-        left = N_UBATCH - len(part)
-        if part:
-            left = min(left, self._n_read_max)
-        for run in runs:
-            n = min(run.n_unread, left)
-            if n > 0:
-                part.append((run, n))
-                left -= n
-        return part
+        return compose(runs, n_read_max=self._n_read_max, is_fair=self._is_for_many)
 
-    def _advance(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> None:
+    def _advance(self, part: Part, should_abort: AbortCheck | None) -> None:
         if should_abort is not None and should_abort():
             raise AbortedError("stopped", n_done=0)
         part = self._with_room(part)
@@ -287,13 +323,13 @@ class LlamaScheduler:
             should_abort = None  # one token each: not worth being asked in the middle
         before = self._before(part, should_abort)
         try:
-            part = self._decode(part, should_abort)
-        except _RefusedError as refused:
+            part = decode(self._shared, part, should_abort)
+        except RefusedError as refused:
             if refused.run.is_guest:
                 raise refused.reason from None
             self._fail(refused.run, refused.reason)
             return
-        except _Stopped:
+        except StoppedError:
             self._undo(part, before)
             raise AbortedError("stopped", n_done=0) from None
         self._n_steps += 1
@@ -310,43 +346,7 @@ class LlamaScheduler:
                 run.add_token(index, native, self._is_end)
         self._shared.note_peak()
 
-    def _decode(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> list[tuple[LlamaRun, int]]:
-        """One call; returns who took part. Where the engine finds no place for cells that are free by our count, it is
-        given a larger context, or less to do at once; so it is where it refuses what is asked."""
-        while True:
-            rows = [self._rows(run, n) for run, n in part]
-            try:
-                if not self._shared.native.decode(rows, should_abort=should_abort):
-                    raise _Stopped
-            except EngineError as error:
-                if isinstance(error, NoRoomError) and self._can_enlarge():
-                    continue
-                if len(part) > 1:
-                    part = part[: len(part) // 2]
-                elif part[0][1] > 1:
-                    part = [(part[0][0], part[0][1] // 2)]
-                else:
-                    raise _RefusedError(part[0][0], error) from error
-            else:
-                return part
-
-    def _can_enlarge(self) -> bool:
-        if not self._shared.can_grow:
-            return False
-        try:
-            self._shared.enlarge()
-        except NoRoomError:
-            return False
-        return True
-
-    @staticmethod
-    def _rows(run: LlamaRun, n: int) -> Rows:
-        assert run.cells is not None
-        p0 = run.cells.n_cells
-        is_pending = p0 == len(run.tokens) - 1
-        return Rows(seq_id=run.cells.seq_id, tokens=run.tokens[p0 : p0 + n], p0=p0, want_logits=is_pending)
-
-    def _before(self, part: list[tuple[LlamaRun, int]], should_abort: AbortCheck | None) -> memoryview | None:
+    def _before(self, part: Part, should_abort: AbortCheck | None) -> memoryview | None:
         """What recurrent memory has to be put back to after a call that was stopped."""
         if should_abort is None or not self._shared.is_recurrent:
             return None
@@ -354,7 +354,7 @@ class LlamaScheduler:
         assert run.cells is not None
         return self._shared.tail(run.cells) if run.is_guest and run.cells.n_cells else None
 
-    def _undo(self, part: list[tuple[LlamaRun, int]], before: memoryview | None) -> None:
+    def _undo(self, part: Part, before: memoryview | None) -> None:
         for run, _ in part:
             assert run.cells is not None
             if not self._shared.is_recurrent:
@@ -366,7 +366,7 @@ class LlamaScheduler:
 
     # ------------------------------------------------------------ when memory is short
 
-    def _with_room(self, part: list[tuple[LlamaRun, int]]) -> list[tuple[LlamaRun, int]]:
+    def _with_room(self, part: Part) -> Part:
         """Have cells for a call, if need be by sending the latest runs back to wait: what was promised to them was
         there by our count, but the machine's memory may have gone to others."""
         while part:

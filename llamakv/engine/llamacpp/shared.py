@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import psutil
 
 from llamakv.engine.contract import ModelInfo, decodes_together
 from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
+from llamakv.engine.llamacpp.memory_log import ModelSizes
 from llamakv.engine.llamacpp.state import SCRATCH, StateCutter
+from llamakv.engine.memory import ContextMemory
 from llamakv.errors import NoRoomError
 from llamakv.records import MemoryKind, StateSection
 
@@ -49,6 +52,7 @@ class SharedContext:
         self,
         open_context: Callable[[int], NativeContext],
         *,
+        sizes: Callable[[], ModelSizes],
         info: ModelInfo,
         swa_full: bool,
         n_seq: int,
@@ -57,6 +61,7 @@ class SharedContext:
         n_cells_max: int,
     ) -> None:
         self._open_context = open_context
+        self._sizes = sizes
         self._info = info
         self._n_ctx_floor = n_ctx_floor
         self.n_cells_max = n_cells_max
@@ -69,6 +74,11 @@ class SharedContext:
         self.n_peak = 0
 
     # ------------------------------------------------------------ facts
+
+    @property
+    def allocated(self) -> ContextMemory:
+        """What the present context took."""
+        return self.native.allocated(self._sizes())
 
     @property
     def is_recurrent(self) -> bool:
@@ -84,6 +94,11 @@ class SharedContext:
         if self._info.kind is not MemoryKind.HYBRID or longest is None or longest.n_cells == 0:
             return False
         return not self.cutter.can_be_cut(self.native, longest.seq_id, longest.n_cells)
+
+    @property
+    def shares_anywhere(self) -> bool:
+        """Whether sequences can share any number of cells; recurrent states are what they are at one place only."""
+        return not self.is_recurrent and not self._copies_whole
 
     def can_share(self, cells: SequenceCells, n_cells: int) -> bool:
         """Whether a branch may begin with the first ``n_cells`` cells of a sequence: all of them or none, or as many as
@@ -152,14 +167,26 @@ class SharedContext:
             self.cutter.put(self.native, cells.seq_id, sections, cells.n_cells)
 
     def drop(self, cells: SequenceCells) -> None:
-        """Free a sequence; its own cells are free then, those it shared stay with the parent.
-
-        Raises:
-            ValueError: others share its cells.
-        """
+        """Free a sequence; the cells that no other sequence has are free then."""
+        self._leave_to_branches(cells)
         self.clear(cells)
         self._live.remove(cells)
         self._free_ids.append(cells.seq_id)
+
+    def _leave_to_branches(self, cells: SequenceCells) -> None:
+        """Let the branches of a sequence that goes share with each other what they shared with it."""
+        branches = [other for other in self._live if other.parent is cells]
+        heir = max(branches, key=lambda branch: branch.n_shared, default=None)
+        for branch in branches:
+            if branch.n_shared <= cells.n_shared:  # all of that lies in the part it has from its own parent
+                branch.parent = cells.parent
+            elif branch is heir:
+                branch.parent, branch.n_shared = cells.parent, cells.n_shared
+            else:
+                branch.parent = heir
+            if branch.parent is not None:
+                branch.parent.n_branches += 1
+        cells.n_branches = 0
 
     def clear(self, cells: SequenceCells) -> None:
         """Empty a sequence; it shares nothing any more.
@@ -226,6 +253,36 @@ class SharedContext:
         cells.n_cells = n_cells
         self.note_peak()
 
+    def restore_beside(
+        self,
+        cells: SequenceCells,
+        sections: Iterable[StateSection],
+        n_cells: int,
+        lock: AbstractContextManager[object],
+    ) -> None:
+        """Fill a sequence that has its first cells already; ``lock`` is held whenever the context is used. The sequence
+        is empty after a failure.
+
+        Raises:
+            MismatchError, NoRoomError: as ``restore``.
+        """
+        with lock:
+            self.ensure(n_cells - cells.n_cells)
+            joiner = self.cutter.joiner(self.native, cells.seq_id, cells.n_cells)
+        try:
+            for section in sections:
+                with lock:
+                    cells.n_cells = joiner.add(self.native, section)
+            with lock:
+                joiner.finish(self.native, n_cells)
+                cells.n_cells = n_cells
+                self.note_peak()
+        except BaseException:
+            with lock:
+                self.native.remove(SCRATCH)
+                self.clear(cells)
+            raise
+
     # ------------------------------------------------------------ room
 
     def note_peak(self) -> None:
@@ -274,7 +331,7 @@ class SharedContext:
         larger = self._open_context(size)
         kept = {cells.seq_id: self._n_shared_after_moving(cells) for cells in self._live}
         try:
-            for cells in self._live:  # in the order they were made: parents come before their branches
+            for cells in self._parents_first():
                 self._move(cells, larger, kept[cells.seq_id])
         except BaseException:
             larger.close()
@@ -286,6 +343,14 @@ class SharedContext:
                 assert cells.parent is not None
                 cells.parent.n_branches -= 1
                 cells.parent, cells.n_shared = None, 0
+
+    def _parents_first(self) -> list[SequenceCells]:
+        """All sequences, each after the one it shares cells with."""
+
+        def depth(cells: SequenceCells) -> int:
+            return 0 if cells.parent is None else 1 + depth(cells.parent)
+
+        return sorted(self._live, key=depth)
 
     def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> None:
         if n_shared and cells.parent is not None:

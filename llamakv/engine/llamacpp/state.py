@@ -93,32 +93,31 @@ class StateCutter:
             MismatchError: the engine refused a section, or the result is not ``n_cells`` long; the sequence is empty
                 afterwards.
         """
-        end = self._empty_tail(context)
-        last_tail: StateSection | None = None
+        joiner = self.joiner(context, seq_id, 0)
         try:
             for section in sections:
-                if section.kind is SectionKind.TAIL:
-                    last_tail = section
-                elif section.kind is SectionKind.WHOLE:
-                    context.remove(seq_id)  # it brings its own
-                    self._put_piece(context, seq_id, section.data, -1, -1)
-                else:
-                    data = memoryview(b"".join((section.data, end))) if end else section.data
-                    self._put_piece(context, seq_id, data, section.p0, section.p_used)
-            if last_tail is not None:
-                self._put_tail(context, seq_id, last_tail.data)
-            self._check(context, seq_id, n_cells)
+                joiner.add(context, section)
+            joiner.finish(context, n_cells)
         except BaseException:
             context.remove(SCRATCH)
             context.remove(seq_id)
             raise
+
+    def joiner(self, context: NativeContext, seq_id: int, n_there: int) -> Joiner:
+        """What puts sections together, behind the ``n_there`` cells that a sequence has already."""
+        return Joiner(self, seq_id, n_there, self._empty_tail(context))
 
     def _empty_tail(self, context: NativeContext) -> bytes:
         if self._kind is not MemoryKind.HYBRID:
             return b""
         return bytes(context.get_state(SCRATCH, PARTIAL)[_N_HEADER:])
 
-    def _put_piece(self, context: NativeContext, seq_id: int, data: memoryview, p0: int, p1: int) -> None:
+    def put_piece(self, context: NativeContext, seq_id: int, data: memoryview, p0: int, p1: int) -> None:
+        """Add cells of a piece of state to a sequence.
+
+        Raises:
+            MismatchError: the engine refused it.
+        """
         taken = context.set_state(SCRATCH, data)
         if taken:
             context.copy(SCRATCH, seq_id, p0, p1)
@@ -126,13 +125,23 @@ class StateCutter:
         if not taken:
             raise MismatchError(f"the engine refused the stored state of positions {p0} to {p1}")
 
-    def _put_tail(self, context: NativeContext, seq_id: int, data: memoryview) -> None:
+    def put_tail(self, context: NativeContext, seq_id: int, data: memoryview) -> None:
+        """Give a sequence its recurrent part.
+
+        Raises:
+            MismatchError: the engine refused it.
+        """
         if self._kind is MemoryKind.RECURRENT:
-            self._put_piece(context, seq_id, data, -1, -1)
+            self.put_piece(context, seq_id, data, -1, -1)
         elif not context.set_state(seq_id, data, PARTIAL):
             raise MismatchError("the engine refused the stored recurrent state")
 
-    def _check(self, context: NativeContext, seq_id: int, n_cells: int) -> None:
+    def check(self, context: NativeContext, seq_id: int, n_cells: int) -> None:
+        """Make sure that a sequence is ``n_cells`` long.
+
+        Raises:
+            MismatchError: it is not.
+        """
         low, high = context.position_range(seq_id)
         if high != n_cells - 1 or low > high or (low < 0) != (n_cells == 0):
             raise MismatchError(
@@ -164,11 +173,53 @@ class StateCutter:
         else:
             context.remove(seq_id)
         try:
-            self._put_tail(context, seq_id, tail)
-            self._check(context, seq_id, n_cells)
+            self.put_tail(context, seq_id, tail)
+            self.check(context, seq_id, n_cells)
         except BaseException:
             context.remove(seq_id)
             raise
+
+
+class Joiner:
+    """Puts a sequence together, section by section. Nothing but the sequence is changed; on a failure it and the
+    scratch sequence are to be emptied."""
+
+    def __init__(self, cutter: StateCutter, seq_id: int, n_there: int, empty_tail: bytes) -> None:
+        self._cutter = cutter
+        self._seq_id = seq_id
+        self._n_there = n_there
+        self._n_cells = n_there
+        self._end = empty_tail
+        self._last_tail: StateSection | None = None
+
+    def add(self, context: NativeContext, section: StateSection) -> int:
+        """Take the next section; returns how many cells there are now. Cells that were there already are left alone.
+
+        Raises:
+            MismatchError: the engine refused it.
+        """
+        seq_id = self._seq_id
+        if section.kind is SectionKind.TAIL:
+            self._last_tail = section
+        elif section.kind is SectionKind.WHOLE:
+            context.remove(seq_id)  # it brings its own
+            self._cutter.put_piece(context, seq_id, section.data, -1, -1)
+            self._n_cells = section.p1
+        elif section.p_used > self._n_there:
+            data = memoryview(b"".join((section.data, self._end))) if self._end else section.data
+            self._cutter.put_piece(context, seq_id, data, max(section.p0, self._n_there), section.p_used)
+            self._n_cells = section.p_used
+        return self._n_cells
+
+    def finish(self, context: NativeContext, n_cells: int) -> None:
+        """All sections were added.
+
+        Raises:
+            MismatchError: the engine refused the recurrent part, or the sequence is not ``n_cells`` long.
+        """
+        if self._last_tail is not None:
+            self._cutter.put_tail(context, self._seq_id, self._last_tail.data)
+        self._cutter.check(context, self._seq_id, n_cells)
 
 
 def _through_scratch(context: NativeContext, seq_id: int, flags: int = 0) -> memoryview:

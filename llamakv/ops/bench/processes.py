@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,12 +20,13 @@ import psutil
 from llamakv.errors import EngineError, InterruptedByUser, LlamakvError
 
 _POLL_S = 0.05
+_ENDING = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 _SAMPLING_SHARE = 0.03  # of one core, that looking at memory may take
 _END_S = 5.0
 
 
 class Link:
-    """A job's way to the process that started it."""
+    """A job's way to the process that started it. Not for use from two threads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -48,8 +51,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a job returned, or the error of ours it ended with. ``peak_bytes`` is the process at its largest (resident
-    pages), as the system counted it."""
+    """What a job returned, or the error of ours it ended with. ``peak_bytes`` is the process at its largest (see
+    ``own_peak_bytes``)."""
 
     value: Any
     error: LlamakvError | None
@@ -71,24 +74,35 @@ def run_together(
     *,
     should_abort: Callable[[], bool],
     on_message: Callable[[int, Any], None] | None = None,
+    samples_memory: bool = True,
 ) -> Together:
     """Run each job in a fresh process, all at once. ``on_message`` gets a job's number and what it told.
 
-    The processes end with this one, however it ends, and never see Ctrl-C.
+    The processes end with this one, however it ends, and never see Ctrl-C, or the signals that go to all programs of a
+    terminal. Their memory is looked at a few times a second, and where all wait for each other. Without
+    ``samples_memory`` nobody looks at them while they work, and ``Together.peak_bytes`` is 0.
 
     Raises:
         InterruptedByUser: ``should_abort`` said so; all processes are gone.
         EngineError: a process ended without a result (out of memory, or an abort inside the engine).
     """
-    running = [_Process(job) for job in jobs]
+    running: list[_Process] = []
     memory = _Memory(running)
     try:
+        running.extend(_Process(job) for job in jobs)
         while any(process.outcome is None for process in running):
             if should_abort():
                 raise InterruptedByUser("interrupted while measuring")
             _receive(running, on_message)
-            _release_waiting(running)
-            memory.look()
+            waiting = _all_waiting(running)
+            if samples_memory:
+                memory.look(at_once=bool(waiting))
+            for process in waiting:
+                process.go_on()
+    except EngineError as error:
+        if should_abort():  # what ends this process may have ended that one first
+            raise InterruptedByUser("interrupted while measuring") from error
+        raise
     finally:
         for process in running:
             process.end()
@@ -105,13 +119,14 @@ def run_alone(
     should_abort: Callable[[], bool],
     on_message: Callable[[Any], None] | None = None,
 ) -> tuple[Any, int]:
-    """Run one job; returns its result and the most memory its process had (resident bytes).
+    """Run one job; returns its result and the most memory its process had (see ``own_peak_bytes``).
 
     Raises:
         LlamakvError: the job's own error, and as ``run_together``.
     """
     tell = None if on_message is None else lambda _, message: on_message(message)
-    done = run_together([Job(function=function, arguments=arguments)], should_abort=should_abort, on_message=tell)
+    job = Job(function=function, arguments=arguments)
+    done = run_together([job], should_abort=should_abort, on_message=tell, samples_memory=False)
     outcome = done.outcomes[0]
     if outcome.error is not None:
         raise outcome.error
@@ -128,11 +143,10 @@ def _receive(running: Sequence[_Process], on_message: Callable[[int, Any], None]
             on_message(number, message[0])
 
 
-def _release_waiting(running: Sequence[_Process]) -> None:
+def _all_waiting(running: Sequence[_Process]) -> list[_Process]:
+    """The processes that are left, if all of them wait for each other."""
     live = [process for process in running if process.outcome is None]
-    if live and all(process.is_waiting for process in live):
-        for process in live:
-            process.go_on()
+    return live if all(process.is_waiting for process in live) else []
 
 
 # ---------------------------------------------------------------- this side
@@ -147,7 +161,7 @@ class _Process:
         self._process = context.Process(target=_work, args=(theirs, job), daemon=True)
         self.outcome: Outcome | None = None
         self.is_waiting = False
-        with _no_interrupts():
+        with _no_signals():
             self._process.start()
         theirs.close()
         self.seen = psutil.Process(self._process.pid)
@@ -196,9 +210,11 @@ def _ended(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Ctrl-C goes to the whole terminal group: a process started in here never gets it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _no_signals() -> Iterator[None]:
+    """Ctrl-C and a terminal's end go to its whole group: a process started in here never gets them, and ends when its
+    parent wants it to, or with it."""
+    resource_tracker.ensure_running()  # multiprocessing's own; starting it later would undo what follows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
@@ -214,14 +230,14 @@ class _Memory:
         self.peak_bytes = 0
         self._next_s = 0.0
 
-    def look(self) -> None:
-        """Take a sample, if it is time to."""
-        started = time.perf_counter()
-        if started < self._next_s:
+    def look(self, *, at_once: bool) -> None:
+        """Take a sample, if it is time to, or ``at_once``."""
+        started, before_s = time.perf_counter(), time.thread_time()
+        if started < self._next_s and not at_once:
             return
         self.peak_bytes = max(self.peak_bytes, sum(map(self._bytes_of, self._processes)))
-        took = time.perf_counter() - started
-        self._next_s = started + max(_POLL_S, took / _SAMPLING_SHARE)
+        took_s = time.thread_time() - before_s  # not what it waited for others that wanted the core
+        self._next_s = started + max(_POLL_S, took_s / _SAMPLING_SHARE)
 
     def _bytes_of(self, process: _Process) -> int:
         try:
@@ -235,6 +251,22 @@ class _Memory:
 # ---------------------------------------------------------------- the other side
 
 
+def own_peak_bytes() -> int:
+    """The most memory that this process has had: resident pages, those of the model file that it looked at included."""
+    try:
+        # not getrusage: on Linux its figure begins with what the parent had when it started this process
+        lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if psutil.MACOS else most * 1024  # bytes on macOS, else kilobytes (getrusage(2))
+
+
 def _work(connection: Connection, job: Job) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -244,7 +276,7 @@ def _work(connection: Connection, job: Job) -> None:
             value, error = job.function(Link(connection), *job.arguments), None
         except LlamakvError as failure:
             value, error = None, failure
-        connection.send(("done", (value, error, _peak_bytes())))
+        connection.send(("done", (value, error, own_peak_bytes())))
     except BaseException:
         import traceback
 
@@ -254,10 +286,3 @@ def _work(connection: Connection, job: Job) -> None:
 def _end_with(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)
-
-
-def _peak_bytes() -> int:
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if psutil.MACOS else most * 1024  # kilobytes on Linux, bytes on macOS (getrusage(2))

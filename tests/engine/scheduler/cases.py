@@ -228,13 +228,13 @@ def mixed(n: int, *, seed: int = 1) -> list[tuple[int, int]]:
 
 Q8_0 = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}
 NO_FLASH = {"flash_attn": False}
-MOST_KINDS = [*KINDS[:-1], pytest.param(KINDS[-1], marks=pytest.mark.slow)]
-"""Every kind of memory; of the two hybrid models one by default."""
+MOST_KINDS = [*KINDS[:-2], *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS[-2:])]
+"""Every kind of memory; of the two windowed and of the two hybrid models one by default."""
 
 CASES = [
     *((name, {}) for name in ("M", "MS", "MH")),
     ("M", Q8_0),
-    *(pytest.param((name, {}), marks=pytest.mark.slow) for name in ("MR", "MH2", "ME")),
+    *(pytest.param((name, {}), marks=pytest.mark.slow) for name in ("MR", "MH2", "ML", "MG", "ME")),
     *(pytest.param((name, Q8_0), marks=pytest.mark.slow) for name in (*KINDS[1:], "ME")),
     *(pytest.param((name, NO_FLASH), marks=pytest.mark.slow) for name in (*KINDS, "ME")),
 ]

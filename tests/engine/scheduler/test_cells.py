@@ -32,7 +32,7 @@ from tests.engine.test_sequence import tokens_of
 Cells = list[tuple[int, frozenset[int]]]
 
 
-@pytest.fixture(scope="module", params=["M", "MS", "MH", "MH2"])
+@pytest.fixture(scope="module", params=["M", "MS", "MG", "MH", "MH2", "ML"])
 def attentive(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     """Models with a cell for each token; a recurrent one has a state for each sequence."""
     with LlamaModel(models(request.param)) as model:

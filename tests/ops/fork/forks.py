@@ -17,8 +17,8 @@ from llamakv.records import Sampling
 from tests.engine.scheduler.cases import NOISE, NOISE_Q8_0
 from tests.ops.driver import Driver, Forked, Heard
 
-KINDS = ["M", "MS", "MR", "MH", "MH2"]
-TOGETHER = ("M", "MS")
+KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
+TOGETHER = ("M", "MS", "ML")
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 PROMPTS = ("Who jumps?", " And over whom, é 数据?", "Tell me more. " * 40)
 KEPT = {"q8_0": ("M", MemoryOptions(type_k="q8_0", type_v="q8_0")), "window": ("MS", MemoryOptions(swa="window"))}

@@ -1,0 +1,1 @@
+"""How ``bench`` shows what it found."""
