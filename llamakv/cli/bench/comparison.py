@@ -37,7 +37,7 @@ _METRICS = {
     "elapsed_s": "all answers",
     "preparation_s": "before, once: fill the store",
     "tokens_per_s": "answers, in all",
-    "hit_rate": "prompt tokens not read",
+    "hit_rate": "hit rate",
     "bytes_read": "read from session files",
     "bytes_written": "written to session files",
     "n_users_that_fit": "users that fit",

@@ -127,13 +127,14 @@ class TypeResult:
 class StrategyResult:
     """One way to answer all users, in processes of its own.
 
-    ``peak_bytes`` is all its processes together at their largest, shared pages counted once where
-    ``counts_shared_once``. ``cell_bytes`` is what ``n_cells_peak`` cells took in keys and values and recurrent states;
-    ``weights_bytes`` the weights, ``context_bytes`` all that its contexts allocated, summed over its processes.
-    ``n_prompt_tokens`` = ``n_reused`` + ``n_evaluated``; ``hit_rate`` is reused over prompt tokens. ``preparation_s``
-    was spent before, once, to fill the store, and is in no other time. ``bytes_read`` and ``bytes_written`` are session
-    files and objects, preparation included in the latter. ``n_users_that_fit`` is derived from these sizes for the
-    memory limit; ``limited_by`` is ``memory`` or ``sequences``.
+    ``peak_bytes`` is the sum of each process's own peak, and the file pages they share once, where
+    ``counts_shared_once`` (else in each). ``cell_bytes`` is what ``n_cells_peak`` cells took in keys and values and
+    recurrent states; ``weights_bytes`` the weights, ``context_bytes`` all that its contexts allocated, summed over its
+    processes. ``n_prompt_tokens`` = ``n_reused`` + ``n_evaluated``; ``hit_rate`` is reused over prompt tokens.
+    ``preparation_s`` was spent before, once, to fill the store, and is in no other time. ``bytes_read`` and
+    ``bytes_written`` are session files and objects, preparation included in the latter. ``n_users_that_fit`` is derived
+    from these sizes for the memory limit; ``limited_by`` is ``memory`` or ``sequences``. ``n_other_answers`` are not
+    those of the first strategy, token for token. Of several runs this is the one whose time is the median, whole.
     """
 
     name: str
@@ -157,14 +158,15 @@ class StrategyResult:
     bytes_written: int
     n_users_that_fit: int
     limited_by: str
+    n_other_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategiesResult:
-    """The same work, done in several ways: each of ``n_users`` asks one question of ``n_question`` tokens behind
-    a prefix of ``n_prefix`` and gets an answer of ``n_answer`` tokens. With ``shares_prefix`` the prefix is the same
-    for all, else each has one of its own from the first token on. ``failed`` are strategies that could not be run, with
-    the reason."""
+    """The same work, done in several ways: each of ``n_users`` asks one question of ``n_question`` tokens behind a
+    prefix of ``n_prefix`` and gets an answer of ``n_answer`` tokens. With ``shares_prefix`` the prefix is the same for
+    all, else each has one of its own from the first token on (but for one that the model puts before every text).
+    ``failed`` are strategies that could not be run, with the reason."""
 
     n_users: int
     n_prefix: int

@@ -199,8 +199,7 @@ class _Bench:
         self._check_can_run(shape)
         prepared = self._prepare() if name in FROM_STORE else Prepared(elapsed_s=0.0, bytes_written=0)
         run = middle_of([self._run_once(name, shape) for _ in range(self._n_repeats)])
-        self._compare(name, run.answers)
-        return self._row(name, run, prepared)
+        return replace(self._row(name, run, prepared), n_other_answers=self._compare(name, run.answers))
 
     def _check_can_run(self, shape: Shape) -> None:
         """Refuse what would only fail later, or take the memory of others.
@@ -301,10 +300,11 @@ class _Bench:
 
     # ------------------------------------------------------------ what came of it
 
-    def _compare(self, name: str, answers: tuple[Tokens, ...]) -> None:
+    def _compare(self, name: str, answers: tuple[Tokens, ...]) -> int:
+        """How many answers are not those of the first strategy."""
         if self._first_answers is None:
             self._first_answers = answers
-            return
+            return 0
         n_other = n_different(answers, self._first_answers)
         if n_other:
             first = self._rows[0].name
@@ -312,6 +312,7 @@ class _Bench:
                 f"{name}: {n_other} of {len(answers)} answers are not those of {first!r}: in other batches rounding is "
                 "another, and near ties can fall the other way"
             )
+        return n_other
 
     def _row(self, name: str, run: Measured, prepared: Prepared) -> StrategyResult:
         shape, processes, memory = run.shape, run.processes, run.processes[0].contexts[0]
