@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,18 @@ class Example:
         assert done.returncode == 0, done.stderr
         assert (self.folder / "kept.bin").exists()
         return done
+
+
+@pytest.mark.slow
+def test_does_it_pay_sets_two_days_side_by_side(tmp_path: Path, models: Callable[[str], Path]) -> None:
+    script = str(ROOT / "examples" / "does_it_pay.sh")
+    options = ["--types", "f16", "--tokens", "32", "--repeats", "1", "--branches", "2", "--decode", "4", "-t", "1"]
+    for n_results in (1, 2):
+        done = run(["bash", script, *options, "--no-output-change"], tmp_path, LLAMAKV_MODEL=str(models("M")))
+        assert done.returncode == 0, done.stderr
+        assert ("Machine, model and settings are the same." in done.stdout) == (n_results == 2)
+        assert len(list((tmp_path / "bench-results").iterdir())) == n_results
+        time.sleep(1.1)  # the next file is named by the next second
 
 
 TICKETS = ROOT / "examples" / "tickets.csv"

@@ -89,7 +89,7 @@ class Interrupts:
         if self.saving:
             return
         if self.n_pressed == _PATIENCE - 1:
-            _say("\nstopping; Ctrl-C once more leaves at once, without the rest of this reply\n")
+            _say("\nstopping; Ctrl-C once more leaves at once, without what is not finished\n")
         elif self.n_pressed >= _PATIENCE:
             _say("\n")
             os._exit(130)
