@@ -16,6 +16,7 @@ from llamakv.ops.opening import default_threads
 from llamakv.ops.process_memory import MappedFile, available_bytes, mapped_file, resident_bytes
 from llamakv.ops.requests import Reporter
 from llamakv.ops.sizes import size
+from llamakv.store.model_files import parts_of
 
 AGREES_WITHIN = 0.02
 """How far what was allocated may be from the estimate and still agree with it."""
@@ -159,7 +160,7 @@ def measure_live(estimator: MemoryEstimator, question: LiveQuestion, reporter: R
             weights_estimate=facts.weights_bytes or 0,
             rss=rss,
             n_batch=n_batch,
-            mapped=mapped_file(question.path),
+            mapped=mapped_file(parts_of(question.path)),
         )
 
 

@@ -12,6 +12,7 @@ from llamakv.engine.memory import ContextMemory, MemoryEstimator, ModelFacts, To
 from llamakv.errors import EngineError, InterruptedByUser, ModelFileError, UsageError
 from llamakv.ops.process_memory import available_bytes, resident_bytes
 from llamakv.ops.requests import Reporter
+from llamakv.store.model_files import length_of, parts_of
 
 TYPES: tuple[tuple[str, str], ...] = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"))
 """Types of keys and values that are told of where none is named."""
@@ -110,7 +111,7 @@ class ModelReport:
 
 
 def check_model_file(path: Path) -> int:
-    """The length of a model file.
+    """The length of a model file; of one in parts, of all of them.
 
     Raises:
         ModelFileError: it cannot be read, or is no GGUF file.
@@ -118,7 +119,7 @@ def check_model_file(path: Path) -> int:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
-            n_bytes = file.seek(0, 2)
+        n_bytes = sum(map(length_of, parts_of(path)))
     except OSError as error:
         raise ModelFileError(f"cannot read the model file {path}: {error.strerror}", path=str(path)) from error
     if magic != b"GGUF":

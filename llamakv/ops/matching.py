@@ -22,7 +22,7 @@ from llamakv.records import (
     Sampling,
     SessionRecord,
 )
-from llamakv.store.model_files import ModelFiles
+from llamakv.store.model_files import ModelFiles, parts_of
 
 _T = TypeVar("_T")
 
@@ -118,9 +118,10 @@ def _find_adapters(
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or rewritten: device, inode, length and both times."""
-    found = path.stat()
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    """What changes when a model file, or any of its parts, is replaced or rewritten: device, inode, length and both
+    times."""
+    found = [part.stat() for part in parts_of(path)]
+    return tuple(n for f in found for n in (f.st_dev, f.st_ino, f.st_size, f.st_mtime_ns, f.st_ctime_ns))
 
 
 def _check_is_file(path: Path, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from llamakv.errors import LlamakvError, WriteError
 from llamakv.store import files
-from llamakv.store.digests import digest_file
+from llamakv.store.digests import digest_bytes, digest_file
 
 OnProgress = Callable[[int, int], None]
 
@@ -21,6 +22,8 @@ _FILE_NAME = "model-digests.json"
 _SCHEMA = 1
 _MAX_FILE = 4 << 20
 _MAX_ENTRIES = 1000  # the oldest are forgotten
+_FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.DOTALL)  # llama_split_path of llama.cpp
+_ALL_PARTS = "\0"  # behind a path in the memory: the digest is that of all parts; no path has this character
 _MIN_AGE_NS = 2_000_000_000  # coarsest clock of a file system (FAT): a later change is sure to show in the times
 
 
@@ -52,7 +55,8 @@ class ModelFiles:
         self._path = Path(cache_dir) / _FILE_NAME
 
     def digest(self, path: str | os.PathLike[str], on_progress: OnProgress | None = None) -> tuple[str, int]:
-        """Return the BLAKE3 hex digest of a file's content and its length in bytes.
+        """Return the BLAKE3 hex digest of a file's content and its length in bytes. Of the first of several files that
+        are one model together (``parts_of``) it is a digest of the digests of all, and the sum of their lengths.
 
         Remembered by real path, device, inode, length and both times, and only where these had been at rest for two
         seconds before, so a file replaced or rewritten in place is noticed. Hashes on all cores otherwise, calling
@@ -60,8 +64,20 @@ class ModelFiles:
 
         Raises: NotFoundError, NotASessionError (a folder), ReadError.
         """
+        parts = parts_of(Path(path))
+        if len(parts) == 1:
+            return self._digest_one(parts[0], on_progress)
+        n_all = sum(length_of(part) for part in parts)
+        digests, n_before = [], 0
+        for part in parts:
+            digest, n_bytes = self._digest_one(part, _shifted(on_progress, n_before, n_all))
+            digests.append(digest)
+            n_before += n_bytes
+        return digest_bytes("\n".join(digests).encode()).hex(), n_before
+
+    def _digest_one(self, path: Path, on_progress: OnProgress | None) -> tuple[str, int]:
         real = Path(os.path.realpath(path))
-        with files.reading(Path(path)):
+        with files.reading(path):
             before = _stamp(real)
             entry = self._load().get(str(real))
             if entry is not None and entry.stamp == before:
@@ -76,10 +92,12 @@ class ModelFiles:
 
     def remember(self, digest: str, path: str | os.PathLike[str]) -> None:
         """Note that a file with this digest was seen at ``path``; ``find`` will look there, and check."""
-        real = os.path.realpath(path)
-        entry = self._load().get(real)
+        key = os.path.realpath(path)
+        if len(parts_of(Path(path))) > 1:
+            key = os.path.abspath(path) + _ALL_PARTS  # the names of the others go by this one
+        entry = self._load().get(key)
         if entry is None or entry.digest != digest:
-            self._store(real, _Entry(digest=digest, stamp=None))
+            self._store(key, _Entry(digest=digest, stamp=None))
 
     def find(self, digest: str, n_bytes: int | None, folders: Sequence[str | os.PathLike[str]] = ()) -> Path | None:
         """Return a file whose content has this digest, or None.
@@ -87,15 +105,17 @@ class ModelFiles:
         Looks at remembered paths, then at the ``*.gguf`` files directly in ``folders``; only files of ``n_bytes``
         are digested (all remembered ones, if that is None). Files that cannot be read are passed over.
         """
-        remembered = [Path(path) for path, entry in self._load().items() if entry.digest == digest]
+        remembered = [
+            Path(path.removesuffix(_ALL_PARTS)) for path, entry in self._load().items() if entry.digest == digest
+        ]
         seen: set[str] = set()
         for path in [*remembered, *_models_in(folders)]:
-            real = os.path.realpath(path)
-            if real in seen:
+            own = os.path.abspath(path)
+            if own in seen:
                 continue
-            seen.add(real)
+            seen.add(own)
             try:
-                is_that_long = n_bytes is None or os.stat(real).st_size == n_bytes
+                is_that_long = n_bytes is None or sum(map(length_of, parts_of(path))) == n_bytes
                 if is_that_long and self.digest(path)[0] == digest:
                     return path
             except (OSError, LlamakvError):
@@ -125,6 +145,29 @@ class ModelFiles:
             files.replace_small_file(self._path, json.dumps(document, indent=1).encode())
         except WriteError:
             return  # only a memory: the digest itself is right
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model: the one at the path or, where it is named as the first of several
+    (``NAME-00001-of-00003.gguf``) and all are there, each of them. The engine opens them all, given the first one."""
+    found = _FIRST_PART.fullmatch(path.name)
+    if found is None:
+        return (path,)
+    n_parts = int(found[2])
+    parts = [path.with_name(f"{found[1]}-{number:05}-of-{n_parts:05}.gguf") for number in range(1, n_parts + 1)]
+    return tuple(parts) if parts and all(map(os.path.exists, parts)) else (path,)
+
+
+def length_of(path: Path) -> int:
+    """Return the length of a file. Raises OSError."""
+    return os.stat(path).st_size
+
+
+def _shifted(on_progress: OnProgress | None, n_before: int, n_all: int) -> OnProgress | None:
+    """Progress with one of several files as progress with all of them."""
+    if on_progress is None:
+        return None
+    return lambda n_done, _: on_progress(n_before + n_done, n_all)
 
 
 def _stamp(path: Path) -> _Stamp:

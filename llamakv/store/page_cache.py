@@ -29,7 +29,8 @@ def drop_from_memory(path: Path) -> bool:
 
 
 def n_resident_bytes(path: Path) -> int | None:
-    """Return how many bytes of a file are in memory, in whole pages of it; None where the system does not tell.
+    """Return how many bytes of a file are in memory, in whole pages of it; None where the system does not tell. Of
+    a file that is not ours and that we may not write to, Linux says that all of it is: that counts as not told.
 
     Raises: NotFoundError, NotASessionError, ReadError.
     """
@@ -37,8 +38,10 @@ def n_resident_bytes(path: Path) -> int | None:
     fd = files.open_for_reading(path)
     try:
         n_bytes = files.file_length(fd)
-        if n_bytes == 0 or mincore is None:
-            return None if mincore is None else 0
+        if mincore is None or not _may_be_told(fd, path):
+            return None
+        if n_bytes == 0:
+            return 0
         pages = (ctypes.c_ubyte * -(-n_bytes // mmap.PAGESIZE))()
         # a private mapping that is never written to: ctypes tells the address of writable memory only
         with reading(path), mmap.mmap(fd, n_bytes, access=mmap.ACCESS_COPY) as mapped:
@@ -48,3 +51,8 @@ def n_resident_bytes(path: Path) -> int | None:
         return None if failed else min(n_bytes, sum(page & 1 for page in pages) * mmap.PAGESIZE)
     finally:
         os.close(fd)
+
+
+def _may_be_told(fd: int, path: Path) -> bool:
+    """As Linux decides it (``can_do_mincore``): the owner's file, or one that may be written to."""
+    return os.fstat(fd).st_uid == os.geteuid() or os.access(path, os.W_OK)

@@ -316,6 +316,36 @@ def test_another_file_that_came_in_between_is_not_replaced(run: Callable[..., Ra
     assert "Does it pay?" in ran.out
 
 
+def test_a_result_file_that_came_in_between_is_not_replaced_and_nothing_is_lost(
+    run: Callable[..., Ran], fake: Fake, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.parts = [PARTIAL, samples.result()]
+
+    def somebody_writes_first(request: BenchRequest) -> BenchResult:
+        (home / "a.json").write_text("theirs")
+        return fake(request)
+
+    monkeypatch.setattr(bench_run, "run_bench", somebody_writes_first)
+    ran = run("bench", "-o", "a.json")
+    assert (ran.status, (home / "a.json").read_text()) == (11, "theirs")
+    assert "Does it pay?" in ran.out
+    assert ran.err.splitlines()[:2] == [
+        "warning: 'a.json' already exists; going on",
+        "error: 'a.json' already exists",
+    ]
+
+
+def test_what_was_measured_before_an_error_is_shown_with_it(run: Callable[..., Ran], fake: Fake, home: Path) -> None:
+    fake.parts = [PARTIAL]
+    fake.error = NoRoomError("the disk of the engine is full")
+    ran = run("bench", "-o", "a.json")
+    assert ran.status == 15
+    assert "f16         62 or fewer    71" in ran.out
+    assert ran.err.splitlines() == ["error: the disk of the engine is full", "kept in a.json"]
+    document = run("bench", "--json").document
+    assert (document["status"], [error["exit_status"] for error in document["errors"]]) == ("partial", [15])
+
+
 # ---------------------------------------------------------------- interrupted
 
 
@@ -358,6 +388,14 @@ def test_ctrl_c_before_anything_was_measured_shows_nothing(run: Callable[..., Ra
     fake.error = InterruptedByUser("interrupted while measuring", status=130)
     ran = run("bench")
     assert (ran.status, ran.out, ran.err) == (130, "", "interrupted while measuring\n")
+
+
+def test_ctrl_c_before_the_first_row_does_not_say_that_something_was_measured(
+    run: Callable[..., Ran], fake: Fake
+) -> None:
+    fake.parts = [samples.result(types=(), strategies=None, interrupted=True)]
+    ran = run("bench")
+    assert (ran.status, ran.err) == (130, "interrupted; nothing was measured\n")
 
 
 def test_an_error_is_an_error(run: Callable[..., Ran], fake: Fake, home: Path) -> None:

@@ -79,10 +79,15 @@ class TestText:
         data = run("inspect", models("M"), "-c", "512", "-ctk", "q8_0", "-ctk", "f16", "--json").document["data"]
         assert [(found["type_k"], found["type_v"]) for found in data["types"]] == [("q8_0", "f16"), ("f16", "f16")]
 
-    @pytest.mark.parametrize("options", [("--live", "-t", "1"), ("--layers", "--parallel", "2")])
-    def test_it_fits_80_columns(self, home: Path, models: Models, options: tuple[str, ...]) -> None:
+    def test_one_branch_is_one(self, run: Callable[..., Ran], models: Callable[[str], Path]) -> None:
+        out = run("inspect", models("M"), "-c", "512", "--parallel", "1").out
+        assert "for a prefix and 1 branch\n" in out
+        assert "for a prefix and 2 branches\n" in run("inspect", models("M"), "-c", "512", "--parallel", "2").out
+
+    def test_it_fits_80_columns(self, home: Path, models: Models) -> None:
+        options = ("--live", "-t", "1", "--layers", "--parallel", "2")
         lines = on_terminal("inspect", models("MG"), "--memory", "1GB", *options)
-        assert len(lines) > 20
+        assert len(lines) > 30
         assert max(map(len, lines)) <= 80
 
     @pytest.mark.parametrize(

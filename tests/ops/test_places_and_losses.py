@@ -24,7 +24,7 @@ from llamakv.store.session_file import (
 )
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, sha, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
+KINDS = ["M", "MS", "MR", "MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MH2", "ML"))]
 TURNS = ["Hello there.", "The quick brown fox jumps over the lazy dog. " * 12, "One more?"]
 
 
@@ -107,8 +107,8 @@ def lose(path: Path, n_cells: int) -> int:
     return n_cells_held(info.record.kind, kept)
 
 
-@pytest.mark.parametrize("in_store", [True, False], ids=["store", "file"])
-@pytest.mark.parametrize("n_cells", [0, 1, 100, 300, 10_000])
+@pytest.mark.parametrize("in_store", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["store", "file"])
+@pytest.mark.parametrize("n_cells", [0, pytest.param(1, marks=pytest.mark.slow), 100, 300, 10_000])
 def test_what_was_lost_is_read_again_and_kept_again(
     driver: Driver, tmp_path: Path, n_cells: int, in_store: bool
 ) -> None:

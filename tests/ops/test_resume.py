@@ -28,7 +28,7 @@ from llamakv.store import locks
 from llamakv.store.session_file import SessionReader, create_session, read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
+KINDS = ["M", "MS", "MR", "MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MH2", "ML"))]
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 TURNS = ["Hello there.", LONG, "One more?", "And a last one, please: " + "x y z " * 40]
 
@@ -516,7 +516,19 @@ def test_an_interrupted_save_keeps_what_was_read_and_goes_on_from_there(driver: 
         assert (third.evaluated, third.complete) == (0, True)
 
 
-@pytest.mark.parametrize("options", [{"raw": True}, {}, {"system": LONG * 9}], ids=["raw", "document", "system"])
+TEXTS = {"raw": {"raw": True}, "document": {}, "system": {"system": LONG * 9}}
+KILLED = [(name, text) for name in ("M", "MS", "MR", "MH", "MH2", "ML") for text in TEXTS]
+FIRST = [("M", "document"), ("MS", "raw"), ("MR", "system"), ("MH", "document")]
+
+
+@pytest.mark.parametrize(
+    ("driver", "options"),
+    [
+        pytest.param(name, TEXTS[text], id=f"{name}-{text}", marks=() if (name, text) in FIRST else pytest.mark.slow)
+        for name, text in KILLED
+    ],
+    indirect=["driver"],
+)
 def test_a_killed_save_goes_on_from_what_was_kept_on_the_way(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options
 ) -> None:

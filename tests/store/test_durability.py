@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llamakv.errors import ConflictError, DamagedError, LlamakvError, LockedError, ReadError, WriteError
-from llamakv.store import files, locks, session_writer
+from llamakv.store import files, session_writer
 from llamakv.store.section_writers import FileWriter
 from llamakv.store.session_file import (
     SessionReader,
@@ -246,7 +246,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_sound_session_and_no_lock(path, 
     create_session(path, make_record(2), [cells(0, 1, n_bytes=20_000)])
     chance = random.Random(1)
     n_before = 0
-    for _ in range(6):
+    for _ in range(4):
         process = start(script, path)
         time.sleep(chance.uniform(0.005, 0.15))
         process.kill()
@@ -257,9 +257,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_sound_session_and_no_lock(path, 
         n = len(base.record.tokens)
         if script is _EXTENDING:
             assert n >= n_before  # a slow machine may not have come to its first save
-        begin_s = time.monotonic()
+        with files.locked(path, wait_s=0):  # a lock whose owner is dead does not block
+            pass
         extend_session(base, make_record(n + 1), keep=base.sections, new=[cells(n - 1, n, n_bytes=20_000)])
-        assert time.monotonic() - begin_s < locks.LOCK_WAIT_S, "a lock whose owner is dead does not block"
         n_before = n + 1
     files.remove_stale_temporaries(path.parent)
     assert os.listdir(path.parent) == ["s.bin"]
@@ -298,7 +298,7 @@ def test_a_file_size_limit_leaves_the_old_file_byte_for_byte(path, save):
     two_sections(path)
     before, old = path.read_bytes(), read_everything(path)
     n_needed = 0
-    for limit in range(1700, 9000, 1200):
+    for limit in range(1700, 9000, 2400):
         done = subprocess.run(
             [sys.executable, "-c", _LIMITED, path, save, str(limit)],
             capture_output=True,

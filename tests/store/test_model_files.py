@@ -220,3 +220,39 @@ def test_what_a_killed_writer_left_beside_the_memory_is_removed(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     ModelFiles(tmp_path / "cache").digest(tmp_path / "m.gguf")
     assert os.listdir(tmp_path / "cache") == ["model-digests.json"]
+
+
+def parts(folder, *contents, name="m"):
+    n = len(contents)
+    return [model(folder, f"{name}-{i:05}-of-{n:05}.gguf", content) for i, content in enumerate(contents, 1)]
+
+
+def test_a_model_in_parts_is_known_by_all_of_them(cache, tmp_path, hashed, later):
+    first, second, third = parts(tmp_path, b"GGUF one", b"GGUF two!", b"GGUF three")
+    seen = []
+    digest, n_bytes = cache.digest(first, lambda *values: seen.append(values))
+    assert n_bytes == 8 + 9 + 10
+    assert seen == [(8, 27), (17, 27), (27, 27)]
+    assert len(hashed) == 3
+    assert cache.digest(first) == (digest, n_bytes)
+    assert len(hashed) == 3  # each is remembered
+    third.write_bytes(b"GGUF THREE")
+    assert cache.digest(first)[0] != digest
+    assert hashed[3:] == [third.name]
+    assert cache.digest(second)[0] == blake3.blake3(b"GGUF two!").hexdigest()  # not what the engine opens
+
+
+def test_a_model_in_parts_is_found_again_by_its_digest(cache, tmp_path, hashed, later):
+    (tmp_path / "models").mkdir()
+    first, *_ = parts(tmp_path / "models", b"GGUF one", b"GGUF two!")
+    digest, n_bytes = cache.digest(first)
+    assert cache.find(digest, n_bytes, [tmp_path / "models"]) == first
+    cache.remember(digest, first)
+    assert cache.find(digest, n_bytes) == first
+    assert len(hashed) == 2  # what is remembered of all of them takes nothing from what is of each
+
+
+def test_the_first_part_alone_is_a_file_like_others(cache, tmp_path):
+    first, second = parts(tmp_path, b"GGUF one", b"GGUF two!")
+    second.unlink()
+    assert cache.digest(first) == (blake3.blake3(b"GGUF one").hexdigest(), 8)

@@ -79,7 +79,7 @@ def test_without_a_name_the_record_is_the_same(places):
     assert read_everything(new) == before
 
 
-@pytest.mark.parametrize("name", ["two", None])
+@pytest.mark.parametrize("name", ["two", pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_whoever_dies_at_any_step_loses_nothing_and_the_same_again_finishes(places, tmp_path, name, overwrite):
     old, new = places

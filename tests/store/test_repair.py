@@ -431,9 +431,10 @@ def damaged_store(root):
     (root / ".store").write_text("{")
 
 
-def test_a_repair_that_is_killed_is_finished_by_the_next(root):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_repair_that_is_killed_is_finished_by_the_next(root, every):
     records = {}
-    for n_steps in range(200):
+    for n_steps in range(0, 200, every):
         damaged_store(root)
         records = {name: read_session(root / f"{name}.bin").record for name in ("one", "two", "own")}
         with pytest.MonkeyPatch.context() as patch:

@@ -115,7 +115,7 @@ def _row(pair: Pair) -> tuple[str, ...]:
 
 def _value(value: float, unit: Unit) -> str:
     if not math.isfinite(value):
-        return "never"
+        return "never" if unit == "tokens" and value > 0 else str(value)
     if unit == "bytes":
         return render.size(round(value))
     if unit == "s":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llamakv.cli.output import Json, Output, error_json, exit_status, to_json
 from llamakv.cli.signals import ended
-from llamakv.errors import InterruptedByUser, LlamakvError, UsageError, WriteError
+from llamakv.errors import ExistsError, InterruptedByUser, LlamakvError, UsageError, WriteError
 from llamakv.ops.bench.result_file import read_result, result_json, write_result
 from llamakv.ops.report_files import check_place
 
@@ -79,28 +79,30 @@ class Target:
             return
         try:
             self._save(result)
-        except WriteError as error:
+        except (WriteError, ExistsError) as error:
             if not self._warned:
                 self._output.warning(f"{error.message}; going on")
             self._warned = True
 
     def deliver(self, measure: Callable[[Reporter], BenchResult]) -> int:
-        """Measure, then show and keep the result: also of a run that was interrupted, what there is of it. Returns the
-        exit status: not 0 where it is not whole, or could not be kept.
+        """Measure, then show and keep the result: also of a run that was interrupted or failed, what there is of it.
+        Returns the exit status: not 0 where it is not whole, or could not be kept.
 
         Raises:
             LlamakvError: nothing was measured.
         """
         from llamakv.cli.reporting import running
 
+        failure = None
         with running(self._output) as reporter:
             try:
                 result = measure(reporter)
-            except InterruptedByUser:
+            except LlamakvError as error:
                 if self._last is None:
                     raise
+                failure = None if isinstance(error, InterruptedByUser) else error
                 result = dataclasses.replace(self._last, interrupted=True)
-        return self._conclude(result)
+        return self._conclude(result, failure)
 
     @property
     def _is_plot_shown(self) -> bool:
@@ -111,16 +113,15 @@ class Target:
         write_result(self._file, result, overwrite=self._overwrite or self._is_ours)
         self._is_ours = True
 
-    def _conclude(self, result: BenchResult) -> int:
+    def _conclude(self, result: BenchResult, failure: LlamakvError | None) -> int:
         errors = self._keep_all(result)
         has_failed = bool(result.strategies is not None and result.strategies.failed)
-        if result.interrupted:
+        if failure is not None:
+            errors.append(failure)
+        elif result.interrupted:
             ending = self._output.interrupts.ending
-            errors.append(
-                InterruptedByUser("interrupted; what was measured is shown", status=130)
-                if ending is None
-                else ended(ending)
-            )
+            told = "what was measured is shown" if result.types or result.strategies else "nothing was measured"
+            errors.append(InterruptedByUser(f"interrupted; {told}", status=130) if ending is None else ended(ending))
         if self._form == "json":
             status = "partial" if errors or has_failed else "ok"
             self._output.document(to_json(result_json(result)), status=status, errors=list(map(error_json, errors)))
@@ -130,7 +131,7 @@ class Target:
                 self._show_plot(result)
             for error in errors:
                 self._output.show(error)
-            if self._file is not None and not any(isinstance(error, WriteError) for error in errors):
+            if self._file is not None and not any(isinstance(error, WriteError | ExistsError) for error in errors):
                 self._output.note(f"kept in {self._file}")
         if errors:
             return exit_status(errors[-1])

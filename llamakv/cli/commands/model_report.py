@@ -122,7 +122,11 @@ def _number(value: int | None) -> str:
 
 
 def _sharing(n_parallel: int) -> str:
-    return "one sequence" if n_parallel == 0 else f"a prefix and {n_parallel} branches"
+    from llamakv.cli.render import count
+
+    if n_parallel == 0:
+        return "one sequence"
+    return f"a prefix and {count(n_parallel, 'branch', 'branches')}"
 
 
 def _write_contexts(output: Output, report: ModelReport) -> None:

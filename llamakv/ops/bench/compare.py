@@ -51,6 +51,8 @@ class Pair:
         a, b = self.a, self.b
         if (a.least, a.median, a.most) == (b.least, b.median, b.most):
             return Verdict.SAME
+        if any(math.isnan(each.median) for each in (a, b)):
+            return Verdict.UNCLEAR
         is_noisy = a.unit in ("s", "tokens/s") and min(a.n_runs, b.n_runs) == 1
         if a.better == "neither" or is_noisy or (a.least <= b.most and b.least <= a.most):
             return Verdict.UNCLEAR
@@ -74,6 +76,8 @@ def compare_results(a: BenchResult, b: BenchResult) -> Comparison:
     differences = tuple(_differences(a, b))
     measured_b = {_key(measure): measure for measure in measures(b)}
     pairs = [Pair(a=one, b=measured_b[_key(one)]) for one in measures(a) if _key(one) in measured_b]
+    if any(difference.field == "strategies.memory_limit_bytes" for difference in differences):
+        pairs = [_without_verdict(pair) if pair.a.metric == "n_users_that_fit" else pair for pair in pairs]
     rows_a, rows_b = _rows(a), _rows(b)
     return Comparison(
         differences=differences,
@@ -86,6 +90,10 @@ def compare_results(a: BenchResult, b: BenchResult) -> Comparison:
 
 def _key(measure: Measure) -> tuple[str, str, int | None, str]:
     return measure.of, measure.name, measure.n_tokens, measure.metric
+
+
+def _without_verdict(pair: Pair) -> Pair:
+    return Pair(a=dataclasses.replace(pair.a, better="neither"), b=dataclasses.replace(pair.b, better="neither"))
 
 
 def _rows(result: BenchResult) -> list[str]:
@@ -136,6 +144,7 @@ _DOUBTS = {
     "strategies.n_question": "their strategies had questions of different lengths",
     "strategies.n_answer": "their strategies had answers of different lengths",
     "strategies.shares_prefix": "only in one of them the users share a prefix",
+    "strategies.memory_limit_bytes": "users that fit were counted for different amounts of memory",
     "strategies.type_k": "their strategies used different cache types",
     "strategies.type_v": "their strategies used different cache types",
     "strategies.flash_attn": "their strategies differ in flash attention",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llamakv.ops.bench.results import BenchResult, BreakEven, LengthTimes, Spread, StrategyResult, TypeResult
@@ -16,7 +16,8 @@ Better = Literal["less", "more", "neither"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
     """One thing that was measured: of a cache type or a strategy (``of``, ``name``), with a text of ``n_tokens`` where
-    it depends on that. ``least`` and ``most`` equal ``median`` where it was measured once. A number of tokens may be
+    it depends on that. ``least`` and ``most`` equal ``median`` where it was measured once, but for the wait of several
+    users in one run (``first_token_s``: ``n_runs`` is 1, ``least`` and ``most`` are theirs). A number of tokens may be
     infinite: never; it is derived from noisy times, so neither more nor less is called better."""
 
     of: Literal["type", "strategy"]
@@ -88,7 +89,8 @@ def _of_strategy(row: StrategyResult) -> Iterator[Measure]:
         ("n_users_that_fit", "users", "more", row.n_users_that_fit),
         ("n_processes", "processes", "neither", row.n_processes),
     )
-    yield from _measures("strategy", row.name, None, values)
+    for measure in _measures("strategy", row.name, None, values):
+        yield replace(measure, n_runs=1) if measure.metric == "first_token_s" else measure
 
 
 def _measures(

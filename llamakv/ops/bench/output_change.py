@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -9,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from llamakv.engine.contract import LiveSequence
+from llamakv.errors import EngineError
 from llamakv.ops.bench.results import OutputChange
 from llamakv.records import Sampling
 
@@ -29,9 +31,15 @@ def logits_along(sequence: LiveSequence, tokens: Sequence[int], n_positions: int
 
 
 def write_logits(path: Path, rows: Iterable[Logits]) -> None:
-    """Keep logits in a file of their own, as they are: all of them may be more than memory should hold."""
+    """Keep logits in a file of their own, as they are: all of them may be more than memory should hold.
+
+    Raises:
+        EngineError: some are not numbers: nothing can be compared with them.
+    """
     with path.open("wb") as file:
         for row in rows:
+            if not _are_numbers(row):
+                raise EngineError("the model's output is not numbers")
             file.write(row.data)
 
 
@@ -44,7 +52,8 @@ def read_logits(path: Path, n_positions: int) -> Iterator[Logits]:
 
 
 def compare(reference: Iterable[Logits], rows: Iterable[Logits]) -> OutputChange:
-    """Compare distributions with those of the reference at the same positions, one at least.
+    """Compare distributions with those of the reference at the same positions, one at least. Logits that are not
+    numbers agree with nothing.
 
     Raises:
         ValueError: not as many on both sides.
@@ -53,7 +62,7 @@ def compare(reference: Iterable[Logits], rows: Iterable[Logits]) -> OutputChange
     n_same = 0
     for expected, found in zip(reference, rows, strict=True):
         divergences.append(divergence(expected, found))
-        n_same += int(np.argmax(expected) == np.argmax(found))
+        n_same += int(np.argmax(expected) == np.argmax(found) and _are_numbers(found))
     return OutputChange(
         n_positions=len(divergences),
         mean_kl=float(np.mean(divergences)),
@@ -63,11 +72,19 @@ def compare(reference: Iterable[Logits], rows: Iterable[Logits]) -> OutputChange
 
 
 def divergence(expected: Logits, found: Logits) -> float:
-    """The Kullback-Leibler divergence D(expected ‖ found) of the two distributions, in nats; 0 for equal logits."""
+    """The Kullback-Leibler divergence D(expected ‖ found) of the two distributions, in nats: 0 for equal logits,
+    infinite where some are not numbers."""
+    if not (_are_numbers(expected) and _are_numbers(found)):
+        return math.inf
     log_p, log_q = _log_softmax(expected), _log_softmax(found)
     possible = np.isfinite(log_p)
     p = np.exp(log_p[possible])
     return max(0.0, float(np.sum(p * (log_p[possible] - log_q[possible]))))
+
+
+def _are_numbers(logits: Logits) -> bool:
+    """Whether they say anything: tokens that cannot come have minus infinity, the likeliest one a number."""
+    return bool(np.isfinite(logits.max()))  # NaN if any of them is
 
 
 def _log_softmax(logits: Logits) -> np.ndarray:

@@ -25,6 +25,7 @@ from llamakv.ops.bench.processes import run_alone
 from llamakv.ops.bench.requests import BenchRequest, CachePair, TypesRequest
 from llamakv.ops.bench.results import BenchResult, StrategiesResult, TypeResult
 from llamakv.ops.bench.types import PairJob, measure_pair, write_reference
+from llamakv.ops.bench.work import check_request
 from llamakv.ops.matching import FoundModel, find_model
 from llamakv.ops.sizes import size
 
@@ -54,6 +55,8 @@ def run_bench(request: BenchRequest) -> BenchResult:
 
 
 def _check(request: BenchRequest) -> None:
+    if request.strategies is not None:
+        check_request(request.strategies)
     asked = request.types
     if request.n_repeats < 1:
         raise UsageError(f"everything is measured at least once, not {request.n_repeats} times")

@@ -201,9 +201,9 @@ class _Meter:
         times.save_s.append(saved.elapsed_s)
         times.raw_bytes, times.file_bytes = saved.info.n_raw_bytes, saved.info.n_file_bytes
         answers = {token}
-        drop_from_memory(self._path)
+        is_dropped = drop_from_memory(self._path)
         n_resident = n_resident_bytes(self._path)
-        if n_resident != saved.info.n_file_bytes:
+        if is_dropped and n_resident != saved.info.n_file_bytes:
             resume_s, token = self._resume()
             times.resume_cold_s.append(resume_s)
             times.resident_bytes.append(n_resident)

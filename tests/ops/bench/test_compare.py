@@ -9,7 +9,7 @@ import pytest
 
 from llamakv.ops.bench.compare import Comparison, Pair, Verdict, compare_results
 from llamakv.ops.bench.measures import measures
-from llamakv.ops.bench.results import BenchResult, BreakEven, Spread
+from llamakv.ops.bench.results import BenchResult, BreakEven, OutputChange, Spread
 from tests.cli import bench_samples as samples
 
 
@@ -126,3 +126,35 @@ def test_another_version_is_told_and_no_doubt() -> None:
 
 def test_an_interrupted_result_is_doubted() -> None:
     assert compare_results(samples.result(), samples.result(interrupted=True)).doubts == ("B was interrupted",)
+
+
+def of_strategies(**changes: object) -> BenchResult:
+    """Strategies of the sample, each with some changes."""
+    found = samples.result().strategies
+    assert found is not None
+    limit = changes.pop("memory_limit_bytes", found.memory_limit_bytes)
+    rows = tuple(dataclasses.replace(row, **changes) for row in found.rows)  # type: ignore[arg-type]
+    return samples.result(types=(), strategies=dataclasses.replace(found, rows=rows, memory_limit_bytes=limit))
+
+
+def test_how_long_users_of_one_run_waited_is_no_range_of_repeats() -> None:
+    a, b = of_strategies(first_token_s=Spread.of([1.0, 1.1])), of_strategies(first_token_s=Spread.of([2.0, 2.1]))
+    waits = [each for each in compare_results(a, b).pairs if each.a.metric == "first_token_s"]
+    assert {(each.a.n_runs, each.a.least, each.a.most) for each in waits} == {(1, 1.0, 1.1)}
+    assert {each.verdict for each in waits} == {Verdict.UNCLEAR}
+
+
+def test_users_that_fit_different_amounts_of_memory_are_not_better_or_worse() -> None:
+    a, b = of_strategies(n_users_that_fit=10), of_strategies(n_users_that_fit=20)
+    same = [each.verdict for each in compare_results(a, b).pairs if each.a.metric == "n_users_that_fit"]
+    assert set(same) == {Verdict.BETTER}
+    b = of_strategies(n_users_that_fit=20, memory_limit_bytes=1 << 40)
+    found = compare_results(a, b)
+    assert {each.verdict for each in found.pairs if each.a.metric == "n_users_that_fit"} == {Verdict.UNCLEAR}
+    assert found.doubts == ("users that fit were counted for different amounts of memory",)
+
+
+def test_what_is_not_a_number_is_neither_better_nor_worse() -> None:
+    a = of_f16(output=OutputChange(n_positions=1, mean_kl=math.nan, most_kl=math.nan, top_agreement=1.0))
+    b = of_f16(output=OutputChange(n_positions=1, mean_kl=0.1, most_kl=0.1, top_agreement=1.0))
+    assert pair(compare_results(a, b), "mean_kl").verdict is Verdict.UNCLEAR

@@ -10,6 +10,7 @@ import pytest
 
 from llamakv.engine.contract import MemoryRequest
 from llamakv.engine.llamacpp import LlamaModel
+from llamakv.errors import EngineError
 from llamakv.ops.bench.output_change import compare, divergence, logits_along, read_logits, write_logits
 from llamakv.records import Sampling
 
@@ -34,6 +35,19 @@ def test_equal_logits_do_not_diverge_at_all() -> None:
     rows = np.random.default_rng(1).normal(0, 5, (7, 1000)).astype(np.float32)
     found = compare(rows, rows.copy())
     assert (found.n_positions, found.mean_kl, found.most_kl, found.top_agreement) == (7, 0.0, 0.0, 1.0)
+
+
+def test_logits_that_are_not_numbers_are_infinitely_far_and_never_agree() -> None:
+    sound, broken = logits_of(0.9, 0.1), np.array([np.nan, 1.0], np.float32)
+    assert divergence(sound, broken) == math.inf
+    found = compare([sound, sound], [sound, np.array([np.nan, 0.0], np.float32)])
+    assert (found.mean_kl, found.most_kl, found.top_agreement) == (math.inf, math.inf, 0.5)
+    assert compare([broken], [broken]).top_agreement == 0.0
+
+
+def test_a_reference_that_is_not_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="not numbers"):
+        write_logits(tmp_path / "logits", [logits_of(0.5, 0.5), np.array([1.0, np.inf], np.float32)])
 
 
 def test_tokens_that_cannot_come_do_not_count() -> None:

@@ -34,6 +34,22 @@ def left_behind(request: BenchRequest) -> tuple[list[Path], list[psutil.Process]
     return list(request.work_dir.iterdir()), children
 
 
+@pytest.fixture
+def in_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are run in this process, which is quicker, where processes are not what is tested."""
+
+    def run_here(function: Callable[..., object], *arguments: object, **_: object) -> tuple[object, int]:
+        return function(Silent(), *arguments), 0
+
+    monkeypatch.setattr(run, "run_alone", run_here)
+
+
+class Silent:
+    """A link that tells nobody."""
+
+    def tell(self, message: object) -> None: ...
+
+
 # ---------------------------------------------------------------- all of it
 
 
@@ -68,6 +84,15 @@ def test_each_pair_has_a_row_in_its_order_and_a_refused_one_says_why(ask: Ask) -
     assert left_behind(request) == ([], [])
 
 
+def test_users_that_cannot_be_are_refused_before_types_are_measured(ask: Ask) -> None:
+    results: list[BenchResult] = []
+    nobody = StrategiesRequest(n_users=0, n_prefix=8, n_question=8, n_answer=8, shares_prefix=True)
+    with pytest.raises(UsageError, match="users must be at least 1"):
+        run_bench(ask(types_request(F16), strategies=nobody, on_result=results.append))
+    assert results == []
+
+
+@pytest.mark.usefixtures("in_here")
 def test_machine_and_model_are_described(ask: Ask, model_path: Path) -> None:
     result = run_bench(ask(model_options={"n_threads": 1}))
     machine, model = result.machine, result.model
@@ -111,7 +136,8 @@ def test_the_users_own_text_adapters_and_log_are_taken(ask: Ask, models) -> None
     assert any("flash_attn" in line for line in lines)
 
 
-@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("in_here")
+@pytest.mark.parametrize("stops", [False, True])
 def test_strategies_are_asked_for_and_their_rows_told(ask: Ask, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     asked = StrategiesRequest(n_users=2, n_prefix=16, n_question=4, n_answer=4, shares_prefix=True)
     rows = StrategiesResult(
@@ -272,6 +298,7 @@ def test_a_model_that_is_none_is_said_at_once(ask: Ask, tmp_path: Path) -> None:
     assert left_behind(request) == ([], [])
 
 
+@pytest.mark.usefixtures("in_here")
 def test_a_text_longer_than_a_context_may_be_is_refused(ask: Ask) -> None:
     request = ask(types_request(n_tokens=100), model_options={"n_ctx": 110})
     with pytest.raises(NoRoomError, match="a context of this model may have 110"):
@@ -279,6 +306,7 @@ def test_a_text_longer_than_a_context_may_be_is_refused(ask: Ask) -> None:
     assert left_behind(request) == ([], [])
 
 
+@pytest.mark.usefixtures("in_here")
 def test_too_little_room_on_the_disk_is_refused_before_measuring(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     phases: list[str] = []

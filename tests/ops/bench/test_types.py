@@ -287,8 +287,11 @@ def test_a_file_leaves_memory_when_asked_to(tmp_path: Path) -> None:
     assert n_resident_bytes(empty) == 0
 
 
-def test_where_files_stay_in_memory_nothing_was_cold(models, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(types, "drop_from_memory", lambda path: None)
+@pytest.mark.parametrize("asked", [True, False])
+def test_where_files_stay_in_memory_nothing_was_cold(models, tmp_path: Path, monkeypatch, asked: bool) -> None:
+    monkeypatch.setattr(types, "drop_from_memory", lambda path: asked)
+    if not asked:
+        monkeypatch.setattr(types, "n_resident_bytes", lambda path: None)
     row = measure_pair(Told(), job_of(models.M, tmp_path))
     assert {length.resume_cold_s for length in row.lengths} == {None}
     assert {length.cold_resident_bytes for length in row.lengths} == {None}

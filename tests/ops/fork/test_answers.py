@@ -304,9 +304,11 @@ def test_a_reply_that_fills_the_context_ends_there(dense: Driver, raw: Path) -> 
 def test_an_answer_that_takes_too_long_is_cut_and_says_so(dense: Driver, raw: Path) -> None:
     endless = SamplingOptions(temperature=0.0, max_tokens=8000)
     never = Prompt(id="never", text="So?", timeout_s=0.0)
-    slow = Prompt(id="slow", text="So?", timeout_s=0.3)
-    forked = dense.fork(raw, never, slow, sampling=endless)
-    assert (forked[0].finish_reason, forked[0].generated, forked[0].text) == ("timeout", 0, "")
+    for timeout_s in (0.3, 3.0, 30.0):  # a busy machine may not come to the first token
+        forked = dense.fork(raw, never, Prompt(id="slow", text="So?", timeout_s=timeout_s), sampling=endless)
+        assert (forked[0].finish_reason, forked[0].generated, forked[0].text) == ("timeout", 0, "")
+        if forked[1].generated:
+            break
     assert (forked[1].finish_reason, 0 < forked[1].generated < 8000) == ("timeout", True)
     all_slow = dense.fork(raw, "So?", Prompt(id=1, text="So?", timeout_s=600.0, sampling=GREEDY), timeout_s=0.0)
     assert [result.finish_reason for result in all_slow.results] == ["timeout", "length"]
