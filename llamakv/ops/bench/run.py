@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from llamakv.errors import (
     WriteError,
 )
 from llamakv.ops.bench.facts import Facts, FactsJob, read_facts
+from llamakv.ops.bench.folders import own_folder
 from llamakv.ops.bench.lengths import lengths_up_to, n_cells_needed, n_steps, n_steps_along
 from llamakv.ops.bench.processes import run_alone
 from llamakv.ops.bench.requests import BenchRequest, CachePair, TypesRequest
@@ -50,7 +49,7 @@ def run_bench(request: BenchRequest) -> BenchResult:
     """
     _check(request)
     found = find_model(request.model, None, request.reporter)
-    with _folder(request.work_dir) as folder:
+    with own_folder(request.work_dir) as folder:
         return _Bench(request, found, folder).run()
 
 
@@ -68,19 +67,6 @@ def _check(request: BenchRequest) -> None:
         raise UsageError(f"a text can be forked to 1 ... {_N_BRANCHES_MAX} sequences, not {asked.n_branches}")
     if asked.n_decoded < 1 or (asked.compares_output and asked.n_positions < 1):
         raise UsageError("at least one token is written, and the output compared at one position")
-
-
-@contextmanager
-def _folder(work_dir: Path) -> Iterator[Path]:
-    """A folder for session files, as long as it is needed."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="llamakv-bench-", dir=work_dir))
-    except OSError as error:
-        raise WriteError(f"cannot make a folder in {work_dir}: {error.strerror}", path=str(work_dir)) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(slots=True)

@@ -16,13 +16,13 @@ each process had of its own at its largest, and once the files that all of them 
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llamakv.errors import EngineError, InterruptedByUser, LlamakvError, NoRoomError, WriteError
+from llamakv.errors import EngineError, InterruptedByUser, LlamakvError, NoRoomError
+from llamakv.ops.bench.folders import own_folder
 from llamakv.ops.bench.processes import Job, run_alone, run_together
 from llamakv.ops.bench.requests import BenchRequest, StrategiesRequest
 from llamakv.ops.bench.results import Spread, StrategiesResult, StrategyResult
@@ -74,19 +74,9 @@ def measure_strategies(request: BenchRequest, *, on_row: Callable[[StrategiesRes
     """
     assert request.strategies is not None
     check_request(request.strategies)
-    with _folder(request.work_dir) as folder:
+    with own_folder(request.work_dir) as folder:
         bench = _Bench(request, request.strategies, folder)
         return bench.run(on_row)
-
-
-@contextmanager
-def _folder(parent: Path) -> Iterator[Path]:
-    try:
-        made = tempfile.TemporaryDirectory(prefix="strategies-", dir=parent)
-    except OSError as error:
-        raise WriteError(f"cannot make a folder in {parent}: {error.strerror}", path=str(parent)) from error
-    with made as name:
-        yield Path(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
