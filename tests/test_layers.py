@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "store": {"records", "errors", "store"},
     "engine": {"records", "errors", "engine"},
     "ops": {"store", "engine", "records", "errors", "ops"},
-    "server": {"store", "engine", "records", "errors", "server"},
+    "server": {"ops", "store", "engine", "records", "errors", "server"},
     "cli": {"ops", "server", "records", "errors", "cli"},
 }
 ONLY_FOR_TYPES = {"cli": {"store", "engine"}}
@@ -38,6 +38,9 @@ HOMES = {
     "platformdirs": ["cli.config"],
     "typer": ["cli.app", "cli.commands"],
     "prompt_toolkit": ["cli"],
+    "starlette": ["server"],
+    "uvicorn": ["server.run"],
+    "prometheus_client": ["server.metrics"],
     "click": [],
 }
 

@@ -45,6 +45,7 @@ COMMANDS = {
     "fork": "fork.fork",
     "inspect": "inspect.inspect",
     "bench": "bench.bench",
+    "serve": "serve.serve",
     "ls": "listing.ls",
     "rm": "sessions.rm",
     "verify": "checks.verify",

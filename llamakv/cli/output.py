@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
-_STREAMING = frozenset({"chat", "fork"})
+_STREAMING = frozenset({"chat", "fork", "serve"})
 """Commands whose ``--json`` output is lines with a ``type``; the closing document is the line of type ``done``."""
 
 _BOLD_RED, _YELLOW, _DIM = "1;31", "33", "2"

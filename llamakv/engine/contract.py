@@ -202,8 +202,11 @@ class Scheduler(Protocol):
 
     A scheduler opened with ``n_kept`` is for many users: a run begins with the cells of the longest live sequence of
     its space that its tokens begin with, be it the root, a run under way or one that was kept; while another reads what
-    both begin with, it waits for that. Kept runs that were let go of make room for others, the one used longest ago
-    first.
+    both begin with, it waits for that, and others behind it may pass. Kept runs that were let go of make room for
+    others, the one used longest ago first, and only where that makes enough. While some may still be let go of, a run
+    that lacks room waits for that (see ``shortage``). No long prompt keeps others from reading or writing.
+
+    Threads that call it get their turn in the order they came, one step or one section each.
     """
 
     @property
@@ -220,7 +223,7 @@ class Scheduler(Protocol):
 
     @property
     def counts(self) -> Counts:
-        """Where things stand."""
+        """Where things stand, or stood before the call under way: this does not wait."""
 
     @property
     def memory(self) -> ContextMemory:
@@ -248,7 +251,8 @@ class Scheduler(Protocol):
 
     @property
     def shortage(self) -> Shortage | None:
-        """What the first run that waits lacks, since the last step; kept runs are to be let go of then."""
+        """What the first run that waits lacks beyond what may go already, since the last step; kept runs are to be let
+        go of then. None if it lacks nothing, or waits for runs under way only."""
 
     def let_go(self, run: Run) -> None:
         """Allow that the cells of a kept run are taken when others need them."""
@@ -262,17 +266,21 @@ class Scheduler(Protocol):
     def adopt(
         self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""
     ) -> Run:
-        """A kept run made of stored tokens and their state, as ``LiveSequence.restore``. ``sections(n)`` gives the
-        state beyond the first ``n`` cells, which are live already (sections that begin before may be among them); while
-        it reads, others go on.
+        """A kept run made of stored tokens and their state, as ``LiveSequence.restore``; its ``finish_reason`` is
+        ``restored``. ``sections(n)`` gives the state beyond the first ``n`` cells, which are live already (sections
+        that begin before may be among them); while it reads, others go on.
 
         Raises:
-            MismatchError: the engine refused a section; nothing is kept.
-            NoRoomError: there is no room for so many cells beside those of others.
+            MismatchError: the engine refused a section, or they do not make up the sequence; nothing is kept.
+            NoRoomError: there is no room for so many cells beside those of others; nothing was dropped.
         """
 
     def export(self, run: Run, from_position: int = 0) -> Iterator[StateSection]:
-        """As ``LiveSequence.export``, of a run that kept its cells."""
+        """As ``LiveSequence.export``, of a run that kept its cells.
+
+        Raises:
+            EngineError: they were freed before all was taken.
+        """
 
     def close(self) -> None:
         """Free the context, and all sequences with it."""

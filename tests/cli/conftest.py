@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def process(home: Path) -> Callable[..., Ran]:
 def command(*arguments: str | Path) -> list[str]:
     """The program as a command line."""
     return [sys.executable, "-m", "llamakv", *map(str, arguments)]
+
+
+def processor_s(arguments: list[str]) -> float:
+    """Seconds a process computes until it ends with 0, which waiting for its turn does not lengthen."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(arguments, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
 
 
 @pytest.fixture

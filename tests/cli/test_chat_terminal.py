@@ -15,6 +15,7 @@ import pytest
 from llamakv.cli.repl import COMMANDS
 from llamakv.cli.terminal import is_open_block, unquoted
 from llamakv.store.session_file import read_session
+from tests.cli.conftest import Ran
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 _END = "\x04"
@@ -160,11 +161,10 @@ def test_load_replaces_the_conversation_and_fails_without_harm(chat: Callable[..
     assert _contents(home / "b.bin", "user") == ["first", "second"]
 
 
-def test_load_does_not_throw_an_unsaved_conversation_away(chat: Callable[..., Screen], home: Path) -> None:
-    saved = chat("--save", "a.bin", *FEW)
-    saved.prompt()
-    saved.say("kept")
-    saved.leave()
+def test_load_does_not_throw_an_unsaved_conversation_away(
+    chat: Callable[..., Screen], run: Callable[..., Ran], home: Path
+) -> None:
+    assert run("chat", "--save", "a.bin", "--message", "kept", *FEW).status == 0
     screen = chat(*FEW)
     screen.prompt()
     screen.say("unsaved")
@@ -236,7 +236,7 @@ def test_odd_keys_neither_break_the_prompt_nor_get_into_the_message(chat: Callab
     assert _contents(home / "s.bin", "user") == ["abc", "d"]
 
 
-@pytest.mark.parametrize("during", ["prompt", "reply"])
+@pytest.mark.parametrize("during", [pytest.param("prompt", marks=pytest.mark.slow), "reply"])
 def test_a_terminal_that_closes_keeps_everything_and_is_129(
     chat: Callable[..., Screen], home: Path, during: str
 ) -> None:
@@ -254,7 +254,7 @@ def test_a_terminal_that_closes_keeps_everything_and_is_129(
     assert len(_contents(home / "s.bin", "assistant")) == 1
 
 
-@pytest.mark.parametrize("during", ["prompt", "reply"])
+@pytest.mark.parametrize("during", ["prompt", pytest.param("reply", marks=pytest.mark.slow)])
 def test_sigterm_keeps_everything_and_is_143(chat: Callable[..., Screen], home: Path, during: str) -> None:
     screen = chat("--save", "s.bin", *ENDLESS)
     screen.prompt()
@@ -270,6 +270,7 @@ def test_sigterm_keeps_everything_and_is_143(chat: Callable[..., Screen], home: 
     assert len(_contents(home / "s.bin", "assistant")) == 1
 
 
+@pytest.mark.slow
 def test_quiet_shows_the_reply_and_nothing_else(chat: Callable[..., Screen]) -> None:
     screen = chat("-q", *FEW)
     assert screen.prompt() == ""
@@ -292,6 +293,7 @@ def test_what_was_typed_is_remembered_for_its_user_only(chat: Callable[..., Scre
     assert _contents(home / "s.bin", "user") == ["a thing to remember"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_only_costs_the_history(chat: Callable[..., Screen], home: Path) -> None:
     (home / "data").write_text("a file where a folder should be")
     screen = chat(*FEW)
@@ -300,7 +302,7 @@ def test_a_folder_that_cannot_be_written_only_costs_the_history(chat: Callable[.
     assert screen.leave()[0] == 0
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow)])
 def test_without_colours_no_colours(chat: Callable[..., Screen], env: dict[str, str]) -> None:
     screen = chat(*FEW, **env)
     screen.child.expect_exact(">")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llamakv.cli import streams
-from tests.cli.conftest import Ran, command, make_session
+from tests.cli.conftest import Ran, command, make_session, processor_s
 
 REPLY = ("load", "chat.bin", "-p", "hi", "--max-tokens", "5", "-t", "1")
+HEAVY = {
+    *("llama_cpp", "numpy", "jinja2", "prompt_toolkit", "psutil", "matplotlib", "plotext", "starlette", "uvicorn"),
+    *("sqlite3", "asyncio", "multiprocessing", "http", "email", "ssl"),
+}  # what inspecting a session does without
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +69,15 @@ def test_reading_only_the_first_line_is_no_error(session: Path) -> None:
     assert done.stderr == b""
 
 
-def test_a_reader_that_leaves_stops_the_reply_and_the_session_stays_valid(chat_file: Path) -> None:
+def test_a_reader_that_leaves_stops_the_reply_and_the_session_stays_valid(
+    chat_file: Path, run: Callable[..., Ran]
+) -> None:
     done = _shell(
         r"printf 'a\nb\n' | llamakv chat -q --resume chat.bin --max-tokens 5000 -t 1 | head -c 1; echo ${PIPESTATUS[1]}"
     )
     assert done.stdout.endswith(b"141\n")
     assert done.stderr == b""
-    assert _shell("llamakv verify chat.bin").returncode == 0
+    assert run("verify", "chat.bin").status == 0
 
 
 def test_help_into_a_closed_pipe_is_no_traceback() -> None:
@@ -81,7 +86,9 @@ def test_help_into_a_closed_pipe_is_no_traceback() -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&-", ">&-", "2>&- <&- >&-"])
+@pytest.mark.parametrize(
+    "closed", ["2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&-")), "2>&- <&- >&-"]
+)
 def test_closed_standard_streams_do_no_harm(chat_file: Path, closed: str) -> None:
     before = chat_file.read_bytes()
     done = _shell(f"llamakv {' '.join(REPLY)} {closed}")
@@ -90,10 +97,12 @@ def test_closed_standard_streams_do_no_harm(chat_file: Path, closed: str) -> Non
     assert chat_file.read_bytes() == before
 
 
-def test_with_closed_streams_nothing_is_written_into_the_session(home: Path, model: Path) -> None:
+def test_with_closed_streams_nothing_is_written_into_the_session(
+    home: Path, model: Path, run: Callable[..., Ran]
+) -> None:
     done = _shell("llamakv chat --save new.bin --message hi --max-tokens 3 -t 1 -v 2>&- <&- >&-")
     assert done.returncode == 0
-    assert _shell("llamakv verify new.bin").returncode == 0
+    assert run("verify", "new.bin").status == 0
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ def test_only_the_answer_reaches_stdout(chat_file: Path, process: Callable[..., 
     plain = process(*REPLY)
     assert plain.out.count("\n") == 1
     assert "resumed" in plain.err
-    loud = process(*REPLY, "-v")
+    loud = run(*REPLY, "-v")
     assert loud.out == plain.out
     assert len(loud.err) > len(plain.err)
     silent = run(*REPLY, "-q")
@@ -164,8 +173,13 @@ def test_paths_beyond_ascii_work_and_are_shown_as_they_are(
     assert str(folder / "no.bin") in missing.err
 
 
-@pytest.mark.parametrize(("sent", "status"), [("TERM", 143), ("INT", 130), ("HUP", 129)])
-def test_a_signal_while_reading_messages_keeps_finished_turns(home: Path, model: Path, sent: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [("TERM", 143), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("INT", 130), ("HUP", 129)))],
+)
+def test_a_signal_while_reading_messages_keeps_finished_turns(
+    home: Path, model: Path, run: Callable[..., Ran], sent: str, status: int
+) -> None:
     child = subprocess.Popen(
         command("chat", "--save", "s.bin", "--max-tokens", "3", "-t", "1", "--json"),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -180,10 +194,10 @@ def test_a_signal_while_reading_messages_keeps_finished_turns(home: Path, model:
     assert child.returncode == status
     assert err.count(b"\n") <= 1
     assert b'"code": "interrupted"' in out
-    assert _shell("llamakv verify s.bin").returncode == 0
+    assert run("verify", "s.bin").status == 0
 
 
-def test_ctrl_c_during_a_reply_keeps_what_was_said(home: Path, model: Path) -> None:
+def test_ctrl_c_during_a_reply_keeps_what_was_said(home: Path, model: Path, run: Callable[..., Ran]) -> None:
     child = subprocess.Popen(
         command("chat", "--save", "s.bin", "--message", "hi", "-q", "-t", "1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
@@ -193,9 +207,9 @@ def test_ctrl_c_during_a_reply_keeps_what_was_said(home: Path, model: Path) -> N
     child.send_signal(2)
     out, err = child.communicate(timeout=30)
     assert (child.returncode, err) == (130, b"interrupted\n")
-    shown = _shell("llamakv inspect --history s.bin").stdout
-    assert b"assistant (interrupted):" in shown
-    assert (begun + out).rstrip(b"\n") in shown
+    shown = run("inspect", "--history", "s.bin").out
+    assert "assistant (interrupted):" in shown
+    assert (begun + out).decode().rstrip("\n") in shown
 
 
 def test_harmless_text_cannot_drive_a_terminal() -> None:
@@ -204,16 +218,20 @@ def test_harmless_text_cannot_drive_a_terminal() -> None:
 
 
 def test_commands_without_the_engine_are_quick(session: Path) -> None:
-    """The target is 0.25 s on an idle machine; on a busy one, no more than 3.5 times what its libraries take alone."""
-    libraries = [sys.executable, "-c", "import typer, rich.table, zstandard"]
-    ours, theirs = [], []
-    for _ in range(3):
-        ours.append(_seconds(command("inspect", session)))
-        theirs.append(_seconds(libraries))
-    assert min(ours) < max(0.25, 3.5 * min(theirs))
+    """The target is 0.25 s on an idle machine. On any: 3.5 times the processor time that its libraries take alone.
+
+    Others may use the machine, so the first of six tries that is quick enough is enough.
+    """
+    ours = command("inspect", session)
+    theirs = [sys.executable, "-c", "import typer, rich.table, zstandard"]
+    assert any(processor_s(ours) < max(0.25, 3.5 * processor_s(theirs)) for _ in range(6))
 
 
-def _seconds(arguments: list[str]) -> float:
-    began = time.perf_counter()
-    subprocess.run(arguments, check=True, capture_output=True)
-    return time.perf_counter() - began
+def test_commands_without_the_engine_import_nothing_heavy(session: Path) -> None:
+    code = (
+        "import sys; from llamakv.cli import app; status = app.run(['inspect', sys.argv[1], '--json']); "
+        "print(status, *sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(session)], capture_output=True, text=True, check=True)
+    status, *modules = done.stderr.split()
+    assert (status, set(modules) & HEAVY) == ("0", set())

@@ -19,6 +19,7 @@ from llamakv.errors import AbortedError, MismatchError, NoRoomError
 from llamakv.records import MemoryKind, Sampling, SectionKind, StateSection
 
 KINDS = ["M", "MS", "MR", "MH", "ML", "MG", "MH2"]
+FEWER = ["M", "MS", "MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MR", "ML", "MG", "MH2"))]
 GREEDY = Sampling()
 RANDOM = Sampling(temperature=0.8, repeat_penalty=1.2, seed=7)
 
@@ -188,6 +189,7 @@ def test_a_context_that_grows_keeps_the_rope_factors_it_began_with(models) -> No
             assert write(other, 8) != write(large, 8)  # the factors do change what is written
 
 
+@pytest.mark.parametrize("model", FEWER, indirect=True)
 def test_growing_gives_the_same_bits_as_a_large_context_from_the_start(model: LlamaModel) -> None:
     small, large = open_sequence(model, n_ctx=1), open_sequence(model, n_ctx=4096)
     assert small.n_ctx < large.n_ctx
@@ -198,6 +200,7 @@ def test_growing_gives_the_same_bits_as_a_large_context_from_the_start(model: Ll
     assert small.n_ctx == 2048
 
 
+@pytest.mark.parametrize("model", FEWER, indirect=True)
 def test_growing_while_writing_gives_the_same_bits(model: LlamaModel) -> None:
     small, large = open_sequence(model, n_ctx=1), open_sequence(model, n_ctx=4096)
     small.extend(tokens_of(model, 500))

@@ -52,19 +52,19 @@ def test_sessions_are_listed_and_resumed_without_any_cache(
     listed = process("ls", "--json").document["data"]["sessions"]
     assert [entry["name"] for entry in listed] == ["two", "one"]
     assert not (home / "cache").exists()
-    again = process("chat", "--resume", "one", "--message", "yo", "--json").lines
+    again = run("chat", "--resume", "one", "--message", "yo", "--json").lines
     assert (again[0]["type"], again[0]["evaluated"]) == ("opened", 0)
     assert process("ls", "--json").document["data"]["sessions"][0]["name"] == "one"  # B09: the last one saved
 
 
 @pytest.mark.parametrize("surplus", [-1, 2])
 def test_tokens_and_cells_that_disagree_are_13_with_both_numbers(
-    process: Callable[..., Ran], raw_file: Path, surplus: int
+    run: Callable[..., Ran], raw_file: Path, surplus: int
 ) -> None:
     # B10, B17
     reseal(raw_file, with_tokens(surplus))
     for arguments in (("load", raw_file), ("inspect", raw_file), ("chat", "--resume", raw_file, "--message", "x")):
-        ran = process(*arguments)
+        ran = run(*arguments)
         assert (ran.status, ran.out) == (13, "")
         assert ran.err.startswith("error: ")
         assert {str(900 + surplus), "899"} <= set(re.findall(r"\d+", ran.err.replace(str(raw_file), "")))
@@ -110,19 +110,30 @@ REMOVING = (
 )
 
 
-def test_a_binding_without_what_is_needed_is_2_and_names_the_versions(home: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_state_seq_get_data_ext",
+        pytest.param("llama_memory_seq_cp", marks=pytest.mark.slow),
+        pytest.param("llama_set_adapters_lora", marks=pytest.mark.slow),
+    ],
+)
+def test_a_binding_without_what_is_needed_is_2_and_names_the_versions(home: Path, model: Path, name: str) -> None:
     # B31
-    for name in ("llama_state_seq_get_data_ext", "llama_memory_seq_cp", "llama_set_adapters_lora"):
-        done = subprocess.run(
-            [sys.executable, "-c", REMOVING, name, "chat", "--message", "hi", "--save", "s.bin"],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(
-            f"error: llama-cpp-python {version('llama-cpp-python')} is not supported: it lacks {name} "
-            "(need 0.3.36 or later, before 0.4)\n"
-        )
-        assert not (home / "s.bin").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", REMOVING, name, "chat", "--message", "hi", "--save", "s.bin"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        f"error: llama-cpp-python {version('llama-cpp-python')} is not supported: it lacks {name} "
+        "(need 0.3.36 or later, before 0.4)\n"
+    )
+    assert not (home / "s.bin").exists()
+
+
+def test_the_versions_are_told_whatever_the_binding_lacks(home: Path) -> None:
+    # B31
     shown = subprocess.run(
         [sys.executable, "-c", REMOVING, "llama_decode", "--version"], capture_output=True, text=True, timeout=60
     )
@@ -151,6 +162,9 @@ def test_what_is_no_session_is_13_in_one_line(run: Callable[..., Ran], home: Pat
             path.write_bytes(pickle.dumps(_Bomb(marker)))
     for arguments in (("inspect", path), ("load", path, "-p", "x"), ("chat", "--resume", path, "--message", "x")):
         ran = run(*arguments)
+        if what == "model" and arguments[0] == "inspect":  # which tells of models too, whatever they are called
+            assert (ran.status, ran.out.startswith("model ")) == (0, True)
+            continue
         assert (ran.status, ran.out) == (13, "")
         assert re.match(r"error: not a llamakv session: .*odd\.bin.*\n", ran.err)
         assert [line for line in ran.err.splitlines() if not line.startswith("hint: ")] == [ran.err.splitlines()[0]]
@@ -207,11 +221,11 @@ def test_brackets_in_text_and_names_are_printed_as_they_are(run: Callable[..., R
     assert run("load", path, "-p", "[/x]", *force(home, text)).out == f"{text}\n"
 
 
-def test_characters_of_several_tokens_arrive_whole(process: Callable[..., Ran], home: Path, model: Path) -> None:
+def test_characters_of_several_tokens_arrive_whole(run: Callable[..., Ran], home: Path, model: Path) -> None:
     # B86: as UTF-8, and (B93) replaced where the output cannot show them
     text = "🙂数é"
     options = ("chat", "--message", "hi", *force(home, text))
-    assert process(*options).out == f"{text}\n"
+    assert run(*options).out == f"{text}\n"
     for env in ({"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
         done = subprocess.run(command(*options), capture_output=True, timeout=60, env={**os.environ, **env})
         assert done.returncode == 0
@@ -235,17 +249,17 @@ def test_text_cut_inside_a_character_goes_on_after_a_resume(run: Callable[..., R
 
 
 def test_only_answers_are_on_stdout_and_engine_lines_need_v(
-    process: Callable[..., Ran], home: Path, raw_file: Path
+    process: Callable[..., Ran], run: Callable[..., Ran], home: Path, raw_file: Path
 ) -> None:
     # B88, B89
-    plain = process("load", raw_file, *FEW)
+    plain = run("load", raw_file, *FEW)
     assert (plain.status, plain.out.count("\n")) == (0, 1)
     assert all(line.startswith(("note: ", "899 reused")) for line in plain.err.splitlines())
     loud = process("load", raw_file, *FEW, "-v")
     assert loud.out == plain.out
     assert "llama_context" in loud.err
     assert "resumed 899 tokens: 899 reused, 0 evaluated" in loud.err
-    assert process("load", raw_file, *FEW, "--json", "-v").document["data"]["reused"] == 899
+    assert run("load", raw_file, *FEW, "--json", "-v").document["data"]["reused"] == 899
 
 
 def test_without_a_terminal_nothing_is_coloured_or_redrawn(
@@ -256,7 +270,7 @@ def test_without_a_terminal_nothing_is_coloured_or_redrawn(
     for arguments, env in (
         (("save", "-f", "text.txt", "s.bin", "-t", "1"), {"FORCE_COLOR": "1"}),
         (("load", "s.bin", "-p", "q", *FEW), {}),
-        (("chat", "--resume", "s.bin", "--message", "q"), {"FORCE_COLOR": "1"}),
+        (("chat", "--resume", "s.bin", "--message", "q", *FEW), {"FORCE_COLOR": "1"}),
         (("inspect", "s.bin"), {"FORCE_COLOR": "1", "NO_COLOR": "1"}),
         (("inspect", "missing.bin"), {"FORCE_COLOR": "1"}),
     ):

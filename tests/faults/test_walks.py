@@ -136,7 +136,7 @@ def stopping(n_tokens: int) -> Reporter:
     return replace(heard.reporter, text=said.append, should_abort=lambda: len(said) >= n_tokens and next(asked) >= 0)
 
 
-@pytest.mark.parametrize("seed", [0, 35, 37])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 35, 37])
 @pytest.mark.parametrize("name", KINDS)
 def test_saving_and_resuming_never_changes_what_is_said(models, tmp_path: Path, name: str, seed: int) -> None:
     walk = Walk(Driver(models(name), tmp_path), tmp_path, seed)

@@ -24,7 +24,7 @@ from llamakv.records import MemoryKind
 from llamakv.store.session_file import read_session
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, sha, state_of
 
-KINDS = ["M", "MS", "MR", "MH", "MH2", "ML"]
+KINDS = ["M", "MS", "MR", "MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MH2", "ML"))]
 LONG = "The quick brown fox jumps over the lazy dog. " * 20
 
 

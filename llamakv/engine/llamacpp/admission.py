@@ -6,12 +6,14 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 from llamakv.engine.contract import ModelInfo, Shortage
 from llamakv.engine.llamacpp.kept import Beginning, KeptRuns
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
+from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.engine.room import no_room
 from llamakv.errors import LlamakvError, NoRoomError
 from llamakv.records import StateSection
@@ -46,7 +48,7 @@ class Admission:
         self._short: int | None = None
         self._kept = kept
         self._drop = drop
-        self._arriving: list[LlamaRun] = []
+        self._arriving: dict[LlamaRun, int] = {}
         self.shortage: Shortage | None = None
         self.waiting: deque[LlamaRun] = deque()
 
@@ -61,7 +63,8 @@ class Admission:
     @property
     def promised(self) -> int:
         """Cells that runs under way may still take, and sessions that are being brought back."""
-        return sum(run.n_to_come for run in self._active) + sum(run.n_unread for run in self._arriving)
+        arriving = sum(run.n_unread + n_more for run, n_more in self._arriving.items())
+        return sum(run.n_to_come for run in self._active) + arriving
 
     @property
     def free(self) -> int:
@@ -73,12 +76,14 @@ class Admission:
         self._short = min(self._shared.native.n_ctx, self._shared.n_cells_max)
 
     def check_free(self, n_more: int) -> None:
-        """Have cells that nobody else was promised.
+        """Have cells that nobody else was promised, if need be those of kept runs that may go.
 
         Raises:
             NoRoomError: there are not so many.
         """
-        if n_more > max(self.free, 0) and self._active:
+        while n_more > self.free and self.drop_one():
+            pass
+        if n_more > max(self.free, 0) and (self._active or self._arriving):
             raise NoRoomError(
                 f"{n_more} cells more are needed, {max(self.free, 0)} of {self.limit} are not promised to others",
                 needed=n_more,
@@ -90,7 +95,7 @@ class Admission:
     def admit(self, root: LlamaSequence, begin: Callable[[LlamaRun], None]) -> list[LlamaRun]:
         """Give waiting runs a sequence as long as all they may need fits; ``begin`` is called for each. Returns those
         that failed."""
-        if not self._active:
+        if not self._active and not self._kept.are_awaited:
             self._short = None
         if self.waiting and self._fills_memory:
             self._fills_memory = False
@@ -107,37 +112,96 @@ class Admission:
                 continue
             if n_under_way >= self._n_parallel:
                 break
-            beginning = self._kept.beginning_of(run, root)
-            if beginning.is_being_read:
+            beginning = None if self._kept.is_still_waiting(run) else self._kept.beginning_of(run, root)
+            if beginning is None or beginning.is_being_read:
                 index += 1
                 continue
-            if not self._have_room(run.n_to_come - beginning.n_shared, beginning.cells):
-                break
-            del self.waiting[index]
             try:
-                self._begin(run, beginning, self.free)
+                if not self._has_turn(run, beginning):
+                    break
+                self._begin(run, self._make_way(partial(self._kept.beginning_of, run, root), run, beginning))
                 begin(run)
             except LlamakvError as error:
                 run.fail(error)
+                self._drop(run)
                 failed.append(run)
             else:
                 self._active.append(run)
+            del self.waiting[index]
         return failed
 
-    def _have_room(self, n_cells: int, keep: SequenceCells) -> bool:
-        """Have a sequence and so many cells, if need be those of runs that were let go of, but not of the one that
-        ``keep`` belongs to. Alone a run may begin with less."""
-        while n_cells > self.free or self._shared.n_free_ids == 0:
-            run = self._kept.next_to_go(keep)
-            if run is None:
-                break
-            self._drop(run)
-        if self._shared.n_free_ids and n_cells <= self.free:
+    # ------------------------------------------------------------ room
+
+    def _fits(self, n_cells: int) -> bool:
+        return self._shared.n_free_ids > 0 and n_cells <= self.free
+
+    def _lack(self, run: LlamaRun, beginning: Beginning, *, n_more: int = 0) -> Shortage | None:
+        """What a run lacks that needs ``n_more`` cells for a while, even if all kept runs went that may."""
+        n_cells = run.n_to_come - beginning.n_shared + n_more
+        if self._fits(n_cells):
+            return None
+        going = self._kept.that_may_go
+        cells = [kept.cells for kept in going if kept.cells is not None]
+        n_cells -= self.free + self._shared.n_freed(cells, beginning.cells, beginning.n_shared)
+        has_sequence = self._shared.n_free_ids > 0 or bool(going)
+        if n_cells <= 0 and has_sequence:
+            return None
+        return Shortage(n_cells=max(n_cells, 0), n_sequences=int(not has_sequence))
+
+    def _has_turn(self, run: LlamaRun, beginning: Beginning) -> bool:
+        """Whether a run may begin now. Alone it may with less than it could need, if nothing more will be free.
+
+        Raises:
+            NoRoomError: it never may.
+        """
+        lack = self._lack(run, beginning)
+        if lack is None:
             return True
-        if self._shared.n_free_ids and not self._kept.are_awaited and not self._arriving:
-            return not any(active.n_to_come for active in self._active)
-        self.shortage = Shortage(n_cells=max(n_cells - self.free, 0), n_sequences=int(self._shared.n_free_ids == 0))
-        return False
+        if self._kept.are_awaited or self._arriving:
+            self.shortage = lack
+            return False
+        if lack.n_sequences:
+            if self._kept.shares_runs and not self._active:
+                raise NoRoomError("all sequences of the context are kept, and none of them may go")
+            return False
+        if any(active.n_to_come for active in self._active):
+            return False
+        self._check_prompt(run, beginning.n_shared, run.n_to_come - beginning.n_shared - lack.n_cells)
+        return True
+
+    def _check_prompt(self, run: LlamaRun, n_shared: int, free: int) -> None:
+        if len(run.tokens) - n_shared > max(free, 0) and not run.n_generated:
+            raise self._no_room(run, used=self.limit - free, limit=self.limit)
+
+    def _make_way(
+        self, find: Callable[[], Beginning], run: LlamaRun, beginning: Beginning, *, n_more: int = 0
+    ) -> Beginning:
+        """Let kept runs go until there is room for a run, or none is left that may: the one used longest ago first, the
+        one it begins with last. Returns what it begins with then; ``find`` looks for that again."""
+        while not self._fits(run.n_to_come - beginning.n_shared + n_more):
+            going = self._kept.that_may_go
+            owner = beginning.owner
+            oldest = next((kept for kept in going if kept is not owner), owner if owner in going else None)
+            if oldest is None:
+                break
+            if oldest is owner and (self._shared.n_free_ids or beginning.n_shared == beginning.cells.n_cells):
+                return replace(beginning, takes_over=True)
+            self._drop(oldest)
+            if oldest is owner:
+                beginning = find()
+        return beginning
+
+    @property
+    def awaits_others(self) -> bool:
+        """Whether kept runs may still be let go of."""
+        return self._kept.are_awaited
+
+    def drop_one(self) -> bool:
+        """Free the cells of the kept run that is to go first; False if none may."""
+        going = self._kept.that_may_go
+        if going:
+            self._drop(going[0])
+        return bool(going)
 
     def _fits_at_all(self, run: LlamaRun) -> bool:
         if run.is_over:
@@ -152,13 +216,17 @@ class Admission:
         n_train = self._info.n_ctx_train
         return no_room(needed=len(run.tokens) + 1, used=used, limit=limit, n_ctx_train=n_train)
 
-    def _begin(self, run: LlamaRun, beginning: Beginning, free: int) -> None:
+    def _begin(self, run: LlamaRun, beginning: Beginning) -> None:
         shared, n_shared = self._shared, beginning.n_shared
-        if len(run.tokens) - n_shared > max(free, 0) and not run.n_generated:
-            raise self._no_room(run, used=shared.n_used + self.promised, limit=self.limit)
-        if shared.moves_whole:  # what is shared would not be after growing, so there is to be no growing
-            free = self._make_room(n_least=len(run.tokens) - n_shared, n_most=min(run.n_to_come - n_shared, free))
-        self._share(run, beginning)
+        if beginning.takes_over:
+            self._share(run, beginning)
+        free = self.free
+        self._check_prompt(run, n_shared, free)
+        if run.cells is None:
+            if shared.moves_whole:  # what is shared would not be after growing, so there is to be no growing
+                n_most = min(run.n_to_come - n_shared, free)
+                free = self._make_room(n_least=len(run.tokens) - n_shared, n_most=n_most)
+            self._share(run, beginning)
         # alone it may have all there is, even if that is less than it could need
         run.n_ctx_max = min(self._n_ctx_max, max(n_shared + max(free, 0) + 1, len(run.tokens)))
         if not run.n_generated:
@@ -167,7 +235,15 @@ class Admission:
     def _share(self, run: LlamaRun, beginning: Beginning) -> None:
         """Give a run a sequence, with what it begins with."""
         shared, parent, n = self._shared, beginning.cells, beginning.n_shared
-        if shared.can_share(parent, n):
+        self._kept.note_begun(run, beginning.owner)
+        if beginning.takes_over and beginning.owner is not None:
+            owner = beginning.owner
+            if n == parent.n_cells:
+                run.cells, owner.cells = parent, None
+            else:
+                run.cells = shared.fork(parent, n)
+            self._drop(owner)
+        elif shared.can_share(parent, n):
             run.cells = shared.fork(parent, n)
         else:
             run.cells = shared.fork(parent, parent.n_cells)
@@ -188,25 +264,31 @@ class Admission:
         """
         shared, n_cells = self._shared, len(run.tokens) - 1
         pieces = shared.shares_anywhere
+        find = (
+            partial(self._kept.beginning_of, run, root) if pieces else partial(Beginning, cells=root.cells, n_shared=0)
+        )
         with lock:
-            beginning = self._kept.beginning_of(run, root)
-            n_shared = beginning.n_shared if pieces else 0
-            if not self._have_room(n_cells - n_shared, beginning.cells):
-                self.shortage = None
-                raise self._no_room(run, used=shared.n_used + self.promised, limit=self.limit)
-            run.cells = shared.fork(beginning.cells, n_shared)
-            run.n_reused = n_shared
-            self._arriving.append(run)
+            beginning = find()
+            # a section that begins before what is live is in memory as a whole for a moment
+            n_more = min(beginning.n_shared, shared.cutter.n_section - 1) if beginning.n_shared < n_cells else 0
+            if len(run.tokens) > self._n_ctx_max or self._lack(run, beginning, n_more=n_more) is not None:
+                limit = min(self.limit, self._n_ctx_max)
+                raise self._no_room(run, used=shared.n_used + self.promised, limit=limit)
+            beginning = self._make_way(find, run, beginning, n_more=n_more)
+            self._share(run, beginning)
+            assert run.cells is not None
+            cells, run.n_reused = run.cells, beginning.n_shared
+            self._arriving[run] = n_more
         try:
             with contextlib.nullcontext() if pieces else lock:
-                shared.restore_beside(run.cells, sections(n_shared), n_cells, lock)
+                shared.restore_beside(cells, sections(run.n_reused), n_cells, lock)
         except BaseException:
             with lock:
+                del self._arriving[run]
                 self._drop(run)
             raise
-        finally:
-            self._arriving.remove(run)
         with lock:
+            del self._arriving[run]
             self._kept.add(run)
 
     def _make_room(self, *, n_least: int, n_most: int) -> int:

@@ -27,14 +27,14 @@ class RefusedError(Exception):
         self.reason = reason
 
 
-def compose(runs: Sequence[LlamaRun], *, n_read_max: int, is_fair: bool) -> Part:
+def compose(runs: Sequence[LlamaRun], *, n_read_max: int, is_fair: bool, others_write: bool = False) -> Part:
     """Who takes part: all that write, with a token each, and those that read, with what is left of the call (of
-    ``n_read_max`` tokens if somebody writes). ``is_fair``: the first that reads gets half of it at least, and those
-    that have least to read come next, so that a long text does not keep short ones waiting; else one reads after the
-    other."""
+    ``n_read_max`` tokens if somebody writes, here or in calls of their own). ``is_fair``: the first that reads gets
+    half of it at least, and those that have least to read come next, so that a long text does not keep short ones
+    waiting; else one reads after the other."""
     part = [(run, 1) for run in runs if run.n_unread == 0]
     left = N_UBATCH - len(part)
-    if part:
+    if part or others_write:
         left = min(left, n_read_max)
     readers = [run for run in runs if run.n_unread > 0]
     if is_fair and len(readers) > 1:
@@ -78,6 +78,29 @@ def decode(shared: SharedContext, part: Part, should_abort: AbortCheck | None) -
                 raise RefusedError(part[0][0], error) from error
         else:
             return part
+
+
+def state_before(shared: SharedContext, part: Part, should_abort: AbortCheck | None) -> memoryview | None:
+    """What recurrent memory has to be put back to after a call that was stopped."""
+    if should_abort is None or not shared.is_recurrent:
+        return None
+    run = part[0][0]
+    assert run.cells is not None
+    return shared.tail(run.cells) if run.is_guest and run.cells.n_cells else None
+
+
+def undo(shared: SharedContext, part: Part, before: memoryview | None) -> list[LlamaRun]:
+    """Make the memory what it was before a call that was stopped; returns the runs that have to be read again."""
+    lost = []
+    for run, _ in part:
+        assert run.cells is not None
+        if not shared.is_recurrent:
+            shared.undo(run.cells)
+        elif run.is_guest:
+            shared.go_back_to_tail(run.cells, run.cells.n_cells, before)
+        else:
+            lost.append(run)
+    return lost
 
 
 def _enlarge(shared: SharedContext) -> bool:

@@ -28,6 +28,7 @@ from llamakv.engine.llamacpp.gguf_header import GgufHeader
 from llamakv.engine.llamacpp.native import api, native_log, require_functions
 from llamakv.engine.llamacpp.shared import N_SEQ_MAX
 from llamakv.engine.memory import CacheKind, ContextMemory, ModelFacts, TokenMemory
+from llamakv.engine.memory_limit import within_limits
 from llamakv.errors import EngineError, LlamakvError, NoRoomError
 
 _N_MANY = 1 << 16  # cells among which the two decimals of a logged size do not matter
@@ -88,7 +89,7 @@ class LlamaEstimator:
             raise ValueError(f"a context of {n_ctx} cells for {n_parallel} runs cannot be")
         if self._facts.unknown is not None:
             raise EngineError(f"the engine cannot run {self._path}: {self._facts.unknown}")
-        n_free = psutil.virtual_memory().available
+        n_free = within_limits(psutil.virtual_memory().available)
         if n_ctx * _CELL_BYTES > n_free:
             raise NoRoomError(
                 f"asking about {n_ctx} cells takes {n_ctx * _CELL_BYTES} bytes, {n_free} bytes of memory are free",

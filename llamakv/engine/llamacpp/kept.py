@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
+from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.engine.prefix import n_common
 
 N_WORTH_WAITING = 32
 """Tokens that are worth waiting for while another run reads them: half a call's reading (the scheduler's 64)."""
 
-Ids = np.ndarray
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
     """What a run can begin with: the first ``n_shared`` cells of a sequence. ``tails`` are recurrent states of that
-    sequence by place, for memory that is shared at such places only. ``is_being_read`` says that more of its tokens are
-    being read for another run now."""
+    sequence by place, for memory that is shared at such places only. ``owner`` is the run whose sequence it is, None
+    for the root's. With ``takes_over`` that one goes, and leaves the run what it begins with. ``is_being_read`` says
+    that more of its tokens are being read for another run now."""
 
     cells: SequenceCells
     n_shared: int
     tails: Mapping[int, memoryview] = field(default_factory=dict)
+    owner: LlamaRun | None = None
+    takes_over: bool = False
     is_being_read: bool = False
 
 
@@ -40,9 +42,9 @@ class KeptRuns:
     def __init__(self, shared: SharedContext, active: Sequence[LlamaRun], *, shares_runs: bool) -> None:
         self._shared = shared
         self._active = active
-        self._shares_runs = shares_runs
         self._runs: dict[LlamaRun, None] = {}
-        self._ids: dict[LlamaRun, Ids] = {}
+        self._awaited: dict[LlamaRun, tuple[LlamaRun, int]] = {}
+        self.shares_runs = shares_runs
 
     def __iter__(self) -> Iterator[LlamaRun]:
         return iter(list(self._runs))
@@ -57,50 +59,60 @@ class KeptRuns:
     def remove(self, run: LlamaRun) -> None:
         """It has no cells any more."""
         self._runs.pop(run, None)
-        self._ids.pop(run, None)
+        self._awaited.pop(run, None)
 
-    def use(self, run: LlamaRun) -> None:
-        """It was used just now."""
-        if run in self._runs:
-            del self._runs[run]
-            self._runs[run] = None
+    def note_begun(self, run: LlamaRun, owner: LlamaRun | None) -> None:
+        """A run has begun with the cells of ``owner``, which is used by that."""
+        self._awaited.pop(run, None)
+        if owner is not None and owner in self._runs:
+            del self._runs[owner]
+            self._runs[owner] = None
 
     @property
     def are_awaited(self) -> bool:
         """Whether some may still be let go of: they are neither that already nor pinned."""
-        return self._shares_runs and any(not run.may_go and not run.is_pinned for run in self._runs)
+        return self.shares_runs and any(not run.may_go and not run.is_pinned for run in self._runs)
 
-    def next_to_go(self, keep: SequenceCells) -> LlamaRun | None:
-        """The run whose cells are given to others next, which is not the one that ``keep`` belongs to."""
-        return next((r for r in self._runs if r.may_go and not r.is_pinned and r.cells is not keep), None)
+    @property
+    def that_may_go(self) -> list[LlamaRun]:
+        """Those whose cells may be given to others, in the order in which they are."""
+        return [run for run in self._runs if run.may_go and not run.is_pinned]
 
     # ------------------------------------------------------------ what a run begins with
 
     def beginning_of(self, run: LlamaRun, root: LlamaSequence) -> Beginning:
-        """What it shares most with."""
+        """What it shares most with; of several, the one used last."""
         best = self._of_root(run, root)
-        if not self._shares_runs:
+        if not self.shares_runs:
             return best
-        ids, n_most, owner = self._ids_of(run), len(run.tokens) - 1, None
-        for other in [*self._runs, *self._active]:
-            if other.space != run.space or other.cells is None or other.cells.n_cells <= best.n_shared:
+        n_most = min(len(run.tokens) - 1, len(run.ids))
+        for other in (*reversed(self._runs), *self._active):
+            cells = other.cells
+            if cells is None or other.space != run.space or min(cells.n_cells, n_most) <= best.n_shared:
                 continue
-            n = min(n_equal(self._ids_of(other), ids), other.cells.n_cells, n_most)
-            if n > best.n_shared and self._shared.can_share(other.cells, n):
-                best, owner = Beginning(cells=other.cells, n_shared=n), other
-        if owner is not None:
-            self.use(owner)
-        if self._shared.shares_anywhere and self._is_being_read(run, ids, n_most, best.n_shared):
-            return Beginning(cells=best.cells, n_shared=best.n_shared, tails=best.tails, is_being_read=True)
+            n = min(n_equal_beyond(best.n_shared, other.ids, run.ids), cells.n_cells, n_most)
+            if n > best.n_shared and self._shared.can_share(cells, n):
+                best = Beginning(cells=cells, n_shared=n, owner=other)
+        if self._shared.shares_anywhere and self._waits_for_another(run, n_most, best.n_shared):
+            return replace(best, is_being_read=True)
         return best
 
-    def _is_being_read(self, run: LlamaRun, ids: Ids, n_most: int, n_shared: int) -> bool:
-        return any(
-            other.space == run.space
-            and other.n_unread > 0
-            and min(n_equal(self._ids_of(other), ids), n_most, len(other.tokens) - 1) >= n_shared + N_WORTH_WAITING
-            for other in self._active
-        )
+    def _waits_for_another(self, run: LlamaRun, n_most: int, n_shared: int) -> bool:
+        for other in self._active:
+            if other.space == run.space and other.n_unread > 0 and other.cells is not None:
+                n_there = max(n_shared, other.cells.n_cells)
+                n = min(n_equal_beyond(n_shared, other.ids, run.ids), n_most, len(other.tokens) - 1)
+                if n >= n_there + N_WORTH_WAITING:
+                    self._awaited[run] = other, n
+                    return True
+        return False
+
+    def is_still_waiting(self, run: LlamaRun) -> bool:
+        """Whether what it waits for is still being read, as far as can be told without looking at all others."""
+        other, n = self._awaited.get(run, (None, 0))
+        if other is not None and other.n_unread > 0 and other in self._active and other.cells is not None:
+            return other.cells.n_cells + N_WORTH_WAITING <= n
+        return False
 
     def _of_root(self, run: LlamaRun, root: LlamaSequence) -> Beginning:
         """Where memory cannot be shared at any place, these are all of the root's cells, those of a place that it
@@ -113,20 +125,13 @@ class KeptRuns:
             n = max(places, default=0)
         return Beginning(cells=root.cells, n_shared=n, tails=root.marks)
 
-    def _ids_of(self, run: LlamaRun) -> Ids:
-        """The tokens of a run as far as others may have them too: of one that is under way, its prompt."""
-        known = self._ids.get(run)
-        n = len(run.tokens) if run in self._runs else run.n_prompt
-        if known is None or len(known) != n:
-            known = np.array(run.tokens[:n], np.int32)
-            if run in self._runs or run in self._active:
-                self._ids[run] = known
-        return known
 
-
-def n_equal(one: Ids, other: Ids) -> int:
-    """How many tokens two arrays begin with alike."""
+def n_equal_beyond(n_known: int, one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two arrays begin with alike, if these are more than ``n_known``; else 0. Most pairs that are
+    compared differ at once behind what is known to be shared."""
     n = min(len(one), len(other))
+    if n <= n_known or one[n_known] != other[n_known]:
+        return 0
     differs = one[:n] != other[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    first = int(differs.argmax())
+    return first if differs[first] else n

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from llamakv.engine.contract import RunRequest, TokenLogprob
+from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.sampler import TokenChooser, TokenProbabilities
-from llamakv.engine.llamacpp.shared import SequenceCells
 from llamakv.engine.text import TextStream, open_character
 from llamakv.errors import LlamakvError
 
@@ -18,6 +20,8 @@ class LlamaRun:
 
     ``tokens`` is the sequence's own list: it grows by what is written. A run without a request only reads. A run with
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
+
+    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never.
     """
 
     def __init__(
@@ -49,6 +53,15 @@ class LlamaRun:
         self.started_s = self.first_token_s = self.ended_s = 0.0
         self._held: list[str] = []
         self._n_vocab = 0
+        self._ids: np.ndarray | None = None
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Its tokens as far as others may have them too: the prompt, and of one that is over all."""
+        n = len(self.tokens) if self.is_over else self.n_prompt
+        if self._ids is None or len(self._ids) != n:
+            self._ids = np.array(self.tokens[:n], np.int32)
+        return self._ids
 
     @property
     def is_over(self) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest, Shortage
 from llamakv.engine.llamacpp.admission import Admission
-from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode
+from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode, state_before, undo
 from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.engine.llamacpp.turns import TurnLock
 from llamakv.engine.memory import ContextMemory
-from llamakv.errors import AbortedError, LlamakvError, NoRoomError
+from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
 from llamakv.records import Sampling, StateSection
 
 _N_EXPECTED = 256
@@ -57,7 +57,7 @@ class LlamaScheduler:
         self._over: list[LlamaRun] = []
         self._n_submitted = self._n_steps = self._n_decoded = 0
         self._is_closed = False
-        self.lock = threading.RLock()
+        self.lock = TurnLock()
         self.flash_attn = shared.native.flash_attn
         self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
         self.admission = Admission(
@@ -71,6 +71,7 @@ class LlamaScheduler:
             fills_memory=fills_memory,
         )
         self._root = LlamaSequence(self, shared, info=info, n_ctx_max=n_ctx_max)
+        self._counts = self._count()
 
     @property
     def root(self) -> LlamaSequence:
@@ -89,7 +90,15 @@ class LlamaScheduler:
 
     @property
     def counts(self) -> Counts:
-        """Where things stand."""
+        """Where things stand, or stood before the call under way."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self._counts = self._count()
+            finally:
+                self.lock.release()
+        return self._counts
+
+    def _count(self) -> Counts:
         return Counts(
             n_waiting=len(self.admission.waiting),
             n_active=len(self._active),
@@ -113,11 +122,13 @@ class LlamaScheduler:
         """Queue a run; see the contract.
 
         Raises:
-            ValueError: no tokens, one that does not exist, or a scheduler that has no room for runs or was closed.
+            ValueError: what is no token or no number of likely tokens, or a scheduler for no runs or that was closed.
         """
         with self.lock:
             if self._is_closed or not self._n_parallel:
                 raise ValueError("the scheduler was closed" if self._is_closed else "the scheduler is for no runs")
+            if request.n_top_logprobs is not None and request.n_top_logprobs < 0:
+                raise ValueError(f"{request.n_top_logprobs} likely tokens cannot be told")
             tokens = list(request.tokens)
             self.check_tokens(tokens)
             if not tokens:
@@ -212,16 +223,22 @@ class LlamaScheduler:
 
         Raises:
             ValueError: it is another scheduler's run, or has no cells.
+            EngineError: while this was taken piece by piece, its cells were freed.
         """
         own = self._own(run)
-        if own.cells is None:
+        cells = own.cells
+        if cells is None:
             raise ValueError("the run kept no cells")
-        return self.piece_by_piece(self._shared.export(own.cells, from_position))
+        return self.piece_by_piece(self._shared.export(cells, from_position), lambda: own.cells is cells)
 
-    def piece_by_piece(self, sections: Iterator[StateSection]) -> Iterator[StateSection]:
-        """Sections, each taken while no other thread uses the context."""
+    def piece_by_piece(
+        self, sections: Iterator[StateSection], is_there: Callable[[], bool] = lambda: True
+    ) -> Iterator[StateSection]:
+        """Sections, each taken while no other thread uses the context, and what they are of is still there."""
         while True:
             with self.lock:
+                if not is_there():
+                    raise EngineError("the cells of a run were freed while they were exported")
                 section = next(sections, None)
             if section is None:
                 return
@@ -246,9 +263,10 @@ class LlamaScheduler:
         """Free the context, and all sequences with it."""
         with self.lock:
             self._is_closed = True
-            for run in [*self._active, *self.admission.waiting]:
+            for run in [*self._active, *self.admission.waiting, *self._kept]:
                 run.end("interrupted")
                 run.cells = None
+                self._kept.remove(run)
             self._active.clear()
             self.admission.waiting.clear()
             self._shared.close()
@@ -259,9 +277,8 @@ class LlamaScheduler:
         """One decode call for all that are under way; see the contract."""
         with self.lock:
             self.turn(should_abort)
-            over: list[Run] = list(self._over)
-            self._over.clear()
-            return over
+            over, self._over = self._over, []
+            return list(over)
 
     def turn(self, should_abort: AbortCheck | None = None) -> None:
         """A step whose finished runs the next ``step`` returns."""
@@ -295,8 +312,7 @@ class LlamaScheduler:
 
     def _collect(self) -> None:
         """Take away the runs that are over."""
-        over = [run for run in self._active if run.is_over or (run.request is None and run.n_unread == 0)]
-        for run in over:
+        for run in [run for run in self._active if run.is_over or (run.request is None and run.n_unread == 0)]:
             self._active.remove(run)
             if not run.is_guest and run.request is not None and run.request.keeps_cells and run.error is None:
                 self._kept.add(run)
@@ -308,10 +324,12 @@ class LlamaScheduler:
     def _compose(self) -> Part:
         """Who takes part in the next call, with how many tokens."""
         runs = self._active
+        others_write = False
         if not self._shared.decodes_together and runs:
             runs.append(runs.pop(0))  # each in its turn
+            others_write = self._is_for_many and any(run.n_unread == 0 for run in runs)
             runs = runs[-1:]
-        return compose(runs, n_read_max=self._n_read_max, is_fair=self._is_for_many)
+        return compose(runs, n_read_max=self._n_read_max, is_fair=self._is_for_many, others_write=others_write)
 
     def _advance(self, part: Part, should_abort: AbortCheck | None) -> None:
         if should_abort is not None and should_abort():
@@ -321,7 +339,7 @@ class LlamaScheduler:
             return
         if all(run.n_unread == 0 for run, _ in part):
             should_abort = None  # one token each: not worth being asked in the middle
-        before = self._before(part, should_abort)
+        before = state_before(self._shared, part, should_abort)
         try:
             part = decode(self._shared, part, should_abort)
         except RefusedError as refused:
@@ -330,7 +348,8 @@ class LlamaScheduler:
             self._fail(refused.run, refused.reason)
             return
         except StoppedError:
-            self._undo(part, before)
+            for run in undo(self._shared, part, before):
+                self._send_back(run)
             raise AbortedError("stopped", n_done=0) from None
         self._n_steps += 1
         index = -1
@@ -346,24 +365,6 @@ class LlamaScheduler:
                 run.add_token(index, native, self._is_end)
         self._shared.note_peak()
 
-    def _before(self, part: Part, should_abort: AbortCheck | None) -> memoryview | None:
-        """What recurrent memory has to be put back to after a call that was stopped."""
-        if should_abort is None or not self._shared.is_recurrent:
-            return None
-        run = part[0][0]
-        assert run.cells is not None
-        return self._shared.tail(run.cells) if run.is_guest and run.cells.n_cells else None
-
-    def _undo(self, part: Part, before: memoryview | None) -> None:
-        for run, _ in part:
-            assert run.cells is not None
-            if not self._shared.is_recurrent:
-                self._shared.undo(run.cells)
-            elif run.is_guest:
-                self._shared.go_back_to_tail(run.cells, run.cells.n_cells, before)
-            else:
-                self._send_back(run)
-
     # ------------------------------------------------------------ when memory is short
 
     def _with_room(self, part: Part) -> Part:
@@ -376,7 +377,9 @@ class LlamaScheduler:
             except NoRoomError as error:
                 candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
                 last = max(candidates, key=lambda run: run.number)
-                if len(candidates) > 1:
+                if self.admission.drop_one():
+                    continue
+                if len(candidates) > 1 or (self.admission.awaits_others and not last.is_guest):
                     self.admission.note_shortage()
                     self._send_back(last)
                 elif last.n_generated:  # what it has written stands

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llamakv.engine.contract import AbortCheck, ModelInfo, OnTokens, Rewound, RunRequest
+from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.run import LlamaRun
-from llamakv.engine.llamacpp.shared import SequenceCells, SharedContext
+from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.engine.room import no_room
 from llamakv.errors import AbortedError
 from llamakv.records import Sampling, SectionKind, StateSection

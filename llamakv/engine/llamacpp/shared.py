@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 
 from llamakv.engine.contract import ModelInfo, decodes_together
+from llamakv.engine.llamacpp.cells import SequenceCells, leave, leave_to_branches, n_freed, parents_first, share
 from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
 from llamakv.engine.llamacpp.memory_log import ModelSizes
-from llamakv.engine.llamacpp.state import SCRATCH, StateCutter
+from llamakv.engine.llamacpp.state import SCRATCH, Joiner, StateCutter
 from llamakv.engine.memory import ContextMemory
 from llamakv.errors import NoRoomError
-from llamakv.records import MemoryKind, StateSection
+from llamakv.records import MemoryKind, SectionKind, StateSection
 
 N_SEQ_MAX = 256
 """Sequences of a context at most (LLAMA_MAX_SEQ in llama-cparams.h), the scratch sequence among them."""
 
 _MIN_CTX = 512
 _MEMORY_SHARE = 0.9  # of the available memory, that growing may take
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class SequenceCells:
-    """The cells of one sequence: positions ``[0, n_cells)``, the first ``n_shared`` of which are also ``parent``'s.
-
-    ``n_branches`` sequences share some of its own.
-    """
-
-    seq_id: int
-    n_cells: int = 0
-    n_shared: int = 0
-    parent: SequenceCells | None = None
-    n_branches: int = 0
-
-    @property
-    def n_own(self) -> int:
-        """Cells that nobody before it has."""
-        return self.n_cells - self.n_shared
 
 
 class SharedContext:
@@ -107,7 +88,7 @@ class SharedContext:
             return True
         if self.is_recurrent or self._copies_whole:
             return False
-        return self.cutter.can_go_back(self.native, cells.seq_id, n_cells)
+        return self.cutter.can_go_back(self.native, cells.seq_id, n_cells, whole_from=cells.whole_from)
 
     @property
     def n_free_ids(self) -> int:
@@ -118,6 +99,11 @@ class SharedContext:
     def n_used(self) -> int:
         """Cells in use; one that several sequences share counts once."""
         return sum(cells.n_own for cells in self._live)
+
+    def n_freed(self, going: Collection[SequenceCells], held: SequenceCells, n_held: int) -> int:
+        """Cells that would be free without the sequences that are ``going``, if a new one has the first ``n_held``
+        cells of ``held``."""
+        return n_freed(self._live, going, held, n_held) if going else 0
 
     @property
     def n_ctx(self) -> int:
@@ -153,8 +139,7 @@ class SharedContext:
         if n_cells:
             whole = n_cells == parent.n_cells
             self.native.copy(parent.seq_id, cells.seq_id, *((-1, -1) if whole else (0, n_cells)))
-            cells.parent, cells.n_shared, cells.n_cells = parent, n_cells, n_cells
-            parent.n_branches += 1
+            share(parent, cells, n_cells)
         return cells
 
     def _let_go_of_old_cells(self, cells: SequenceCells) -> None:
@@ -168,25 +153,10 @@ class SharedContext:
 
     def drop(self, cells: SequenceCells) -> None:
         """Free a sequence; the cells that no other sequence has are free then."""
-        self._leave_to_branches(cells)
+        leave_to_branches(self._live, cells)
         self.clear(cells)
         self._live.remove(cells)
         self._free_ids.append(cells.seq_id)
-
-    def _leave_to_branches(self, cells: SequenceCells) -> None:
-        """Let the branches of a sequence that goes share with each other what they shared with it."""
-        branches = [other for other in self._live if other.parent is cells]
-        heir = max(branches, key=lambda branch: branch.n_shared, default=None)
-        for branch in branches:
-            if branch.n_shared <= cells.n_shared:  # all of that lies in the part it has from its own parent
-                branch.parent = cells.parent
-            elif branch is heir:
-                branch.parent, branch.n_shared = cells.parent, cells.n_shared
-            else:
-                branch.parent = heir
-            if branch.parent is not None:
-                branch.parent.n_branches += 1
-        cells.n_branches = 0
 
     def clear(self, cells: SequenceCells) -> None:
         """Empty a sequence; it shares nothing any more.
@@ -196,16 +166,15 @@ class SharedContext:
         """
         self._check_alone(cells)
         self.native.remove(cells.seq_id)
-        if cells.parent is not None:
-            cells.parent.n_branches -= 1
-        cells.parent, cells.n_cells, cells.n_shared = None, 0, 0
+        leave(cells)
+        cells.n_cells = cells.whole_from = 0
 
     def cut(self, cells: SequenceCells, n_cells: int) -> bool:
         """Keep the first ``n_cells`` cells, if the memory can do that and the rest is as it was then; else nothing
         is changed."""
         self._check_alone(cells)
         context, seq_id = self.native, cells.seq_id
-        if n_cells == 0 or not self.cutter.can_go_back(context, seq_id, n_cells):
+        if n_cells == 0 or not self.can_share(cells, n_cells):
             return False
         if not context.remove(seq_id, n_cells):
             return False
@@ -239,7 +208,7 @@ class SharedContext:
 
     def export(self, cells: SequenceCells, p0: int) -> Iterator[StateSection]:
         """State beyond ``p0``, in sections."""
-        return self.cutter.cut(lambda: self.native, cells.seq_id, p0, cells.n_cells)
+        return self.cutter.cut(lambda: self.native, cells.seq_id, p0, cells.n_cells, whole_from=cells.whole_from)
 
     def restore(self, cells: SequenceCells, sections: Iterable[StateSection], n_cells: int) -> None:
         """Fill an empty sequence; it is empty after a failure, and the others are as they were.
@@ -248,10 +217,7 @@ class SharedContext:
             MismatchError: the engine refused a section.
             NoRoomError: there is no room for so many cells.
         """
-        self.ensure(n_cells)
-        self.cutter.put(self.native, cells.seq_id, sections, n_cells)
-        cells.n_cells = n_cells
-        self.note_peak()
+        self.restore_beside(cells, sections, n_cells, nullcontext())
 
     def restore_beside(
         self,
@@ -268,20 +234,33 @@ class SharedContext:
         """
         with lock:
             self.ensure(n_cells - cells.n_cells)
-            joiner = self.cutter.joiner(self.native, cells.seq_id, cells.n_cells)
+            joiner = self.cutter.joiner(self.native, cells.seq_id, cells.n_cells, whole_from=cells.whole_from)
+            cells.is_arriving = True
         try:
             for section in sections:
                 with lock:
-                    cells.n_cells = joiner.add(self.native, section)
+                    self._put(joiner, cells, section)
             with lock:
                 joiner.finish(self.native, n_cells)
                 cells.n_cells = n_cells
                 self.note_peak()
         except BaseException:
             with lock:
-                self.native.remove(SCRATCH)
-                self.clear(cells)
+                if self.native.pointer:
+                    self.native.remove(SCRATCH)
+                    self.clear(cells)
             raise
+        finally:
+            cells.is_arriving = False
+
+    def _put(self, joiner: Joiner, cells: SequenceCells, section: StateSection) -> None:
+        """Add a section. It is in memory as a whole for a moment, also where cells of it are not wanted."""
+        if section.kind is SectionKind.WHOLE:  # it brings its own
+            self.clear(cells)
+        if section.kind is not SectionKind.TAIL and section.p_used > cells.n_cells:
+            self.ensure(section.p1 - section.p0)
+        cells.n_cells = joiner.add(self.native, section)
+        cells.whole_from = joiner.whole_from
 
     # ------------------------------------------------------------ room
 
@@ -331,7 +310,7 @@ class SharedContext:
         larger = self._open_context(size)
         kept = {cells.seq_id: self._n_shared_after_moving(cells) for cells in self._live}
         try:
-            for cells in self._parents_first():
+            for cells in parents_first(self._live):
                 self._move(cells, larger, kept[cells.seq_id])
         except BaseException:
             larger.close()
@@ -340,23 +319,15 @@ class SharedContext:
         self.native = larger
         for cells in self._live:
             if kept[cells.seq_id] < cells.n_shared:
-                assert cells.parent is not None
-                cells.parent.n_branches -= 1
-                cells.parent, cells.n_shared = None, 0
-
-    def _parents_first(self) -> list[SequenceCells]:
-        """All sequences, each after the one it shares cells with."""
-
-        def depth(cells: SequenceCells) -> int:
-            return 0 if cells.parent is None else 1 + depth(cells.parent)
-
-        return sorted(self._live, key=depth)
+                leave(cells)
 
     def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> None:
         if n_shared and cells.parent is not None:
             larger.copy(cells.parent.seq_id, cells.seq_id, 0, n_shared)
-        sections = self.cutter.cut(lambda: self.native, cells.seq_id, n_shared, cells.n_cells)
-        self.cutter.put(larger, cells.seq_id, sections, cells.n_cells)
+        joiner = self.cutter.joiner(larger, cells.seq_id, n_shared)
+        for section in self.export(cells, n_shared):
+            joiner.add(larger, section)
+        joiner.finish(larger, cells.n_cells, is_checked=not cells.is_arriving)
 
     def _n_after_moving(self) -> int:
         return sum(cells.n_cells - self._n_shared_after_moving(cells) for cells in self._live)

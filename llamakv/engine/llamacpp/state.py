@@ -23,7 +23,8 @@ _N_SECTION = 256
 class StateCutter:
     """Cuts and joins the state of single sequences of a context; remembers nothing of any context.
 
-    ``n_window`` is the model's sliding window, 0 for none; ``swa_full`` whether windowed layers keep all cells.
+    ``n_window`` is the model's sliding window, 0 for none; ``swa_full`` whether windowed layers keep all cells. A
+    section has ``n_section`` cells at most.
     """
 
     def __init__(self, kind: MemoryKind, *, n_window: int, swa_full: bool) -> None:
@@ -31,13 +32,21 @@ class StateCutter:
         self._in_one_piece = kind is MemoryKind.WINDOWED and not swa_full
         self._n_window = n_window
         self._swa_full = swa_full
-        self._n_section = min(_N_SECTION, n_window) if n_window > 0 else _N_SECTION
+        self.n_section = min(_N_SECTION, n_window) if n_window > 0 else _N_SECTION
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether there are windowed layers, which may lack cells that others have."""
+        return self._kind is MemoryKind.WINDOWED
 
     # ------------------------------------------------------------ out
 
-    def cut(self, context: Callable[[], NativeContext], seq_id: int, p0: int, n_cells: int) -> Iterator[StateSection]:
+    def cut(
+        self, context: Callable[[], NativeContext], seq_id: int, p0: int, n_cells: int, *, whole_from: int = 0
+    ) -> Iterator[StateSection]:
         """Sections of ``[p0, n_cells)`` of a sequence, and its tail where the kind has one. ``context`` is asked for
-        each: it may be replaced by a larger one in between."""
+        each: it may be replaced by a larger one in between. No section goes over ``whole_from``, so that a gap in
+        windowed layers can be told from what a section begins and ends with."""
         if n_cells == 0:
             return
         if self._in_one_piece or not self.can_be_cut(context(), seq_id, n_cells):
@@ -45,10 +54,12 @@ class StateCutter:
             yield StateSection(kind=SectionKind.WHOLE, p0=0, p1=n_cells, p_used=n_cells, data=data)
             return
         if self._kind is not MemoryKind.RECURRENT:
-            for a in range(p0, n_cells, self._n_section):
-                b = min(a + self._n_section, n_cells)
+            a = p0
+            while a < n_cells:
+                b = min(a + self.n_section, whole_from if a < whole_from else n_cells, n_cells)
                 data = self._cells(context(), seq_id, a, b)
                 yield StateSection(kind=SectionKind.CELLS, p0=a, p1=b, p_used=b, data=data)
+                a = b
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
             data = self.take_tail(context(), seq_id, n_cells)
             yield StateSection(kind=SectionKind.TAIL, p0=n_cells, p1=n_cells, p_used=n_cells, data=data)
@@ -87,11 +98,11 @@ class StateCutter:
     # ------------------------------------------------------------ in
 
     def put(self, context: NativeContext, seq_id: int, sections: Iterable[StateSection], n_cells: int) -> None:
-        """Make a sequence the one the sections were cut from. It is empty, or holds the cells before them already.
+        """Make an empty sequence the one the sections were cut from.
 
         Raises:
-            MismatchError: the engine refused a section, or the result is not ``n_cells`` long; the sequence is empty
-                afterwards.
+            MismatchError: the engine refused a section, the sections leave a gap, or the result is not ``n_cells``
+                long; the sequence is empty afterwards.
         """
         joiner = self.joiner(context, seq_id, 0)
         try:
@@ -103,17 +114,18 @@ class StateCutter:
             context.remove(seq_id)
             raise
 
-    def joiner(self, context: NativeContext, seq_id: int, n_there: int) -> Joiner:
+    def joiner(self, context: NativeContext, seq_id: int, n_there: int, *, whole_from: int = 0) -> Joiner:
         """What puts sections together, behind the ``n_there`` cells that a sequence has already."""
-        return Joiner(self, seq_id, n_there, self._empty_tail(context))
+        return Joiner(self, seq_id, n_there, whole_from, self._empty_tail(context))
 
     def _empty_tail(self, context: NativeContext) -> bytes:
         if self._kind is not MemoryKind.HYBRID:
             return b""
         return bytes(context.get_state(SCRATCH, PARTIAL)[_N_HEADER:])
 
-    def put_piece(self, context: NativeContext, seq_id: int, data: memoryview, p0: int, p1: int) -> None:
-        """Add cells of a piece of state to a sequence.
+    def put_piece(self, context: NativeContext, seq_id: int, data: memoryview, p0: int, p1: int) -> tuple[int, int]:
+        """Add cells of a piece of state to a sequence. Returns the smallest and the largest position of the piece; of a
+        windowed model, that its windowed layers have.
 
         Raises:
             MismatchError: the engine refused it.
@@ -121,9 +133,11 @@ class StateCutter:
         taken = context.set_state(SCRATCH, data)
         if taken:
             context.copy(SCRATCH, seq_id, p0, p1)
+        positions = context.position_range(SCRATCH)
         context.remove(SCRATCH)
         if not taken:
             raise MismatchError(f"the engine refused the stored state of positions {p0} to {p1}")
+        return positions
 
     def put_tail(self, context: NativeContext, seq_id: int, data: memoryview) -> None:
         """Give a sequence its recurrent part.
@@ -136,11 +150,11 @@ class StateCutter:
         elif not context.set_state(seq_id, data, PARTIAL):
             raise MismatchError("the engine refused the stored recurrent state")
 
-    def check(self, context: NativeContext, seq_id: int, n_cells: int) -> None:
-        """Make sure that a sequence is ``n_cells`` long.
+    def check(self, context: NativeContext, seq_id: int, n_cells: int, *, whole_from: int = 0) -> None:
+        """Make sure that a sequence is ``n_cells`` long, and has all that the next position looks at.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: it is not, or has not.
         """
         low, high = context.position_range(seq_id)
         if high != n_cells - 1 or low > high or (low < 0) != (n_cells == 0):
@@ -149,15 +163,22 @@ class StateCutter:
                 expected=n_cells - 1,
                 actual=high,
             )
+        first = n_cells - self._n_window + 1
+        if self._kind is MemoryKind.WINDOWED and max(low, whole_from) > max(first, 0):
+            raise MismatchError(
+                f"the stored state lacks positions {max(first, 0)} to {max(low, whole_from) - 1} of windowed layers",
+                expected=max(first, 0),
+                actual=max(low, whole_from),
+            )
 
     # ------------------------------------------------------------ back
 
-    def can_go_back(self, context: NativeContext, seq_id: int, n_cells: int) -> bool:
+    def can_go_back(self, context: NativeContext, seq_id: int, n_cells: int, *, whole_from: int = 0) -> bool:
         """Whether removing the cells beyond ``n_cells`` leaves all that positions up to there look at. The engine
         says yes for windowed memory that has lost what it needs (engine-facts d6)."""
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
             return False
-        low, _ = context.position_range(seq_id)
+        low = max(context.position_range(seq_id)[0], whole_from)
         return low == 0 or (self._n_window > 0 and low <= n_cells - self._n_window)
 
     def go_back_to_tail(self, context: NativeContext, seq_id: int, n_cells: int, tail: memoryview | None) -> None:
@@ -182,21 +203,26 @@ class StateCutter:
 
 class Joiner:
     """Puts a sequence together, section by section. Nothing but the sequence is changed; on a failure it and the
-    scratch sequence are to be emptied."""
+    scratch sequence are to be emptied.
 
-    def __init__(self, cutter: StateCutter, seq_id: int, n_there: int, empty_tail: bytes) -> None:
+    Windowed layers may lack cells at the beginning of a section: those that were out of the window when it was cut, and
+    had been taken for other sequences (see ``StateCutter.can_go_back``). So there may be gaps before ``whole_from``.
+    """
+
+    def __init__(self, cutter: StateCutter, seq_id: int, n_there: int, whole_from: int, empty_tail: bytes) -> None:
         self._cutter = cutter
         self._seq_id = seq_id
         self._n_there = n_there
         self._n_cells = n_there
         self._end = empty_tail
         self._last_tail: StateSection | None = None
+        self.whole_from = whole_from
 
     def add(self, context: NativeContext, section: StateSection) -> int:
         """Take the next section; returns how many cells there are now. Cells that were there already are left alone.
 
         Raises:
-            MismatchError: the engine refused it.
+            MismatchError: the engine refused it, or it does not begin where the one before it ended.
         """
         seq_id = self._seq_id
         if section.kind is SectionKind.TAIL:
@@ -204,22 +230,34 @@ class Joiner:
         elif section.kind is SectionKind.WHOLE:
             context.remove(seq_id)  # it brings its own
             self._cutter.put_piece(context, seq_id, section.data, -1, -1)
-            self._n_cells = section.p1
+            self._n_cells, self.whole_from = section.p1, 0
         elif section.p_used > self._n_there:
+            p0 = max(section.p0, self._n_there)
+            if p0 != self._n_cells:
+                raise MismatchError(
+                    f"the stored state goes on at position {p0}, the one before it ended at {self._n_cells}",
+                    expected=self._n_cells,
+                    actual=p0,
+                )
             data = memoryview(b"".join((section.data, self._end))) if self._end else section.data
-            self._cutter.put_piece(context, seq_id, data, max(section.p0, self._n_there), section.p_used)
+            low, high = self._cutter.put_piece(context, seq_id, data, p0, section.p_used)
+            if self._cutter.is_windowed and high < section.p1 - 1:
+                self.whole_from = section.p_used
+            elif self._cutter.is_windowed and low > p0:
+                self.whole_from = min(low, section.p_used)
             self._n_cells = section.p_used
         return self._n_cells
 
-    def finish(self, context: NativeContext, n_cells: int) -> None:
-        """All sections were added.
+    def finish(self, context: NativeContext, n_cells: int, *, is_checked: bool = True) -> None:
+        """All sections were added, or all that there are so far.
 
         Raises:
             MismatchError: the engine refused the recurrent part, or the sequence is not ``n_cells`` long.
         """
         if self._last_tail is not None:
             self._cutter.put_tail(context, self._seq_id, self._last_tail.data)
-        self._cutter.check(context, self._seq_id, n_cells)
+        if is_checked:
+            self._cutter.check(context, self._seq_id, n_cells, whole_from=self.whole_from)
 
 
 def _through_scratch(context: NativeContext, seq_id: int, flags: int = 0) -> memoryview:

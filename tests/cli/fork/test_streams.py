@@ -85,7 +85,8 @@ def test_answers_are_whole_in_any_locale(process: Run, questions: Path, env: dic
         assert ran.lines[0]["id"] == "é 数据 🙂"
 
 
-@pytest.mark.parametrize("env", [ASCII, pytest.param({"LC_ALL": "C"}, marks=pytest.mark.slow)], ids=["ASCII", "C"])
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [ASCII, {"LC_ALL": "C"}], ids=["ASCII", "C"])
 def test_prompts_beyond_ascii_are_taken_from_the_command_line_in_any_locale(
     process: Run, run: Run, sessions: Path, env: dict[str, str]
 ) -> None:

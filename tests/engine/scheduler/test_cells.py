@@ -64,7 +64,7 @@ def engine_cells(scheduler: LlamaScheduler) -> Cells:
     return cells
 
 
-def test_forking_1000_tokens_to_64_sequences_takes_no_cell_and_less_than_50_ms(attentive: LlamaModel) -> None:
+def test_forking_1000_tokens_to_64_sequences_takes_no_cell(attentive: LlamaModel) -> None:
     scheduler = open_scheduler(attentive, 64, n_ctx=2048)
     root, shared = scheduler.root, scheduler._shared
     root.extend(tokens_of(attentive, 1001))
@@ -81,7 +81,6 @@ def test_forking_1000_tokens_to_64_sequences_takes_no_cell_and_less_than_50_ms(a
             shared.drop(branch)
     assert engine_cells(scheduler) == [(position, frozenset({root.cells.seq_id})) for position in range(1000)]
     print(f"64 forks of 1,000 cells: {1e3 * min(times_s):.1f} to {1e3 * max(times_s):.1f} ms")
-    assert min(times_s) < 0.050
 
 
 def test_a_recurrent_fork_shares_the_state_until_it_reads(models) -> None:

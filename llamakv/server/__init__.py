@@ -1,0 +1,1 @@
+"""``serve``: many users, one cache, over HTTP."""

@@ -1,0 +1,384 @@
+"""Requests for text: from what is asked to runs, and from runs that are over to conversations that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from llamakv.engine.contract import Run, RunRequest, Scheduler
+from llamakv.engine.prefix import n_common
+from llamakv.engine.room import no_room
+from llamakv.engine.text import join
+from llamakv.errors import BusyError, ExistsError, LlamakvError, LockedError
+from llamakv.ops.opening import OpenModel
+from llamakv.ops.prefixes import N_WORTH
+from llamakv.records import Message
+from llamakv.server.contract import Ask
+from llamakv.server.conversations import Conversation, Conversations, Place, excerpt
+from llamakv.server.engine_thread import EngineThread
+from llamakv.server.jobs import Job, LlamaAnswer, Outbox
+from llamakv.server.loader import Loader
+from llamakv.server.prompts import Prompt, Prompts
+from llamakv.server.queue import RETRY_UNKNOWN_S, Queue
+from llamakv.server.saver import Saver
+from llamakv.server.sizes import Room
+from llamakv.store.session_store import check_name
+
+_N_PREPARING, _N_LOADING = 4, 2  # threads
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The name that a choice is kept under, and what of the store it builds on."""
+
+    place: Place
+    parent: Conversation | None
+    is_named: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What all answers took so far."""
+
+    n_prompt_tokens: int = 0
+    n_reused_memory: int = 0
+    n_reused_store: int = 0
+    n_evaluated: int = 0
+    n_generated: int = 0
+
+
+async def in_thread(pool: ThreadPoolExecutor, action: Callable[[], _T]) -> _T:
+    """Do what takes its time elsewhere than in the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(pool, action)
+
+
+class Answers:
+    """What is asked, under way and over. ``n_waiting_max`` requests may wait beside those under way; ``saves`` says
+    whether there is a store.
+
+    ``submit`` and ``ask`` are for the event loop; what is over is taken in on the engine thread.
+    """
+
+    def __init__(
+        self,
+        opened: OpenModel,
+        scheduler: Scheduler,
+        engine: EngineThread,
+        saver: Saver,
+        loader: Loader,
+        conversations: Conversations,
+        room: Room,
+        *,
+        n_waiting_max: int,
+        saves: bool,
+    ) -> None:
+        self._opened = opened
+        self._scheduler = scheduler
+        self._engine = engine
+        self._saver = saver
+        self._loader = loader
+        self._conversations = conversations
+        self._room = room
+        self._saves = saves
+        self._prompts = Prompts(opened, conversations, loader.load_words)
+        self._lock = threading.Lock()
+        self._claims: dict[Job, tuple[Prompt, Claim]] = {}
+        self._is_closed = False
+        self.queue = Queue(room.n_parallel, n_waiting_max)
+        self.sums = Sums()
+        self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
+        self.loading = ThreadPoolExecutor(_N_LOADING, thread_name_prefix="llamakv-load")
+
+    def under_way(self, space: str) -> list[tuple[Job, str]]:
+        """What is being answered in a space, and the names it is kept under."""
+        with self._lock:
+            return [(job, claim.place.name) for job, (_, claim) in self._claims.items() if job.request.space == space]
+
+    def refuse_more(self) -> None:
+        """Take no more requests."""
+        self._is_closed = True
+
+    def close(self) -> None:
+        """End the threads, which use the scheduler; what is being brought from the store is not waited for long."""
+        self._is_closed = True
+        for pool in (self.preparing, self.loading):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _check_open(self) -> None:
+        if self._engine.error is not None:
+            raise self._engine.error
+        if self._is_closed:
+            raise BusyError("the server is stopping", retry_after_s=RETRY_UNKNOWN_S)
+
+    # ------------------------------------------------------------ in
+
+    async def ask(self, ask: Ask) -> LlamaAnswer:
+        """Queue a request; see the contract."""
+        arrived_s = time.perf_counter()
+        self._check_open()
+        self.queue.enter(ask.n_choices)
+        deadline_s = None if ask.timeout_s is None else arrived_s + ask.timeout_s
+        claims: list[Claim] = []
+        unwanted = threading.Event()
+        try:
+            prompt = await in_thread(self.preparing, partial(self._prepare, ask, claims, unwanted))
+            source = await self._bring(ask.space, prompt, deadline_s, unwanted)
+            return self._submit(ask, prompt, claims, source, deadline_s)
+        except BaseException:
+            with self._conversations.lock:  # the thread that prepares may still be at work
+                unwanted.set()
+                self._release_claims(ask.space, claims)
+            self.queue.leave(ask.n_choices)
+            raise
+
+    def _prepare(self, ask: Ask, claims: list[Claim], unwanted: threading.Event) -> Prompt:
+        """What is to be read, and the names it is to be kept under, which are taken from now on."""
+        if ask.session is not None:
+            check_name(ask.session)
+        self._opened.model.check_sampling(ask.sampling)
+        if ask.space not in self._loader.has_scanned or self._is_unknown(ask):
+            self._loader.scan(ask.space)
+        prompt = self._prompts.read(ask)
+        if len(prompt.tokens) >= self._room.n_ctx_max:
+            raise no_room(
+                needed=len(prompt.tokens) + 1,
+                used=0,
+                limit=self._room.n_ctx_max,
+                n_ctx_train=self._opened.info.n_ctx_train,
+            )
+        with self._conversations.lock:
+            if unwanted.is_set():
+                return prompt
+            claims += self._claim(ask, prompt)
+        owner = self._conversations.get(ask.space, claims[0].place.name)
+        if owner is not None and owner.place.info is None and owner.is_saved:
+            with contextlib.suppress(LlamakvError):  # it is saved beside it then
+                self._loader.load_words(owner)
+        return prompt
+
+    def _is_unknown(self, ask: Ask) -> bool:
+        """Whether the store has a session of the wanted name that somebody else made since it was looked through."""
+        name = ask.session
+        return (
+            name is not None
+            and self._conversations.get(ask.space, name) is None
+            and self._loader.is_there(ask.space, name)
+        )
+
+    def _claim(self, ask: Ask, prompt: Prompt) -> list[Claim]:
+        first = self._claim_named(ask, prompt) if ask.session is not None else self._claim_base(ask, prompt)
+        return [first, *(self._claim_new(ask.space, prompt) for _ in range(1, ask.n_choices))]
+
+    def _claim_named(self, ask: Ask, prompt: Prompt) -> Claim:
+        name = ask.session
+        assert name is not None
+        there = self._conversations.get(ask.space, name)
+        if there is not None and prompt.base is not there and not _is_same_talk(there, prompt):
+            raise ExistsError(
+                f"session '{name}' is another conversation: it begins with {there.first_text!r}",
+                hint="choose another name, or delete it",
+            )
+        if there is None and self._loader.is_there(ask.space, name):
+            raise ExistsError(
+                f"session '{name}' is of another model or other memory settings", hint="choose another name"
+            )
+        if not self._conversations.begin(ask.space, name):
+            raise LockedError(f"session '{name}' is being written by another request")
+        place = Place(name=name) if there is None else there.place
+        parent = prompt.base if prompt.base is not there else None
+        return Claim(place=place, parent=parent, is_named=True)
+
+    def _claim_base(self, ask: Ask, prompt: Prompt) -> Claim:
+        base = prompt.base
+        if (
+            base is not None
+            and prompt.goes_on
+            and self._conversations.get(ask.space, base.name) is base
+            and self._conversations.begin(ask.space, base.name)
+        ):
+            return Claim(place=base.place, parent=None, is_named=False)
+        return self._claim_new(ask.space, prompt)
+
+    def _claim_new(self, space: str, prompt: Prompt) -> Claim:
+        name = f"serve-{uuid.uuid4().hex[:12]}"
+        self._conversations.begin(space, name)
+        return Claim(place=Place(name=name), parent=prompt.base, is_named=False)
+
+    def _release_claims(self, space: str, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            self._conversations.end(space, claim.place.name)
+            there = self._conversations.get(space, claim.place.name)
+            for one in (there, claim.parent):
+                if one is not None:
+                    self._conversations.rest(one)
+
+    async def _bring(self, space: str, prompt: Prompt, deadline_s: float | None, unwanted: threading.Event) -> str:
+        """Have what the store has of a prompt in memory, unless the time is up before; returns where cells are."""
+        base = prompt.base
+        if not self._saves or (prompt.goes_on and base is not None and base.run is not None):
+            return "memory"
+        with self._lock:
+            coming = [job.request.tokens for job in self._claims if job.request.space == space]
+
+        def is_unwanted() -> bool:
+            return unwanted.is_set() or self._is_closed
+
+        def bring() -> bool:
+            n_coming = max((n_common(tokens[:-1], prompt.tokens) for tokens in coming), default=0)
+            return self._loader.bring_prefix(space, prompt.tokens, n_coming, is_unwanted)
+
+        future = self.loading.submit(bring)
+        timeout_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 0.0)
+        try:
+            is_brought = await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError:
+            unwanted.set()
+            return "memory"
+        return "store" if is_brought else "memory"
+
+    def _submit(
+        self, ask: Ask, prompt: Prompt, claims: Sequence[Claim], source: str, deadline_s: float | None
+    ) -> LlamaAnswer:
+        self._check_open()
+        outbox = Outbox(self._opened.model.token_bytes)
+        timeout_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 0.0)
+        jobs = []
+        for index in range(ask.n_choices):
+            sampling = replace(ask.sampling, seed=(ask.sampling.seed + index) % 2**32)
+            request = RunRequest(
+                tokens=prompt.tokens,
+                sampling=sampling,
+                timeout_s=timeout_s,
+                keeps_cells=True,
+                space=ask.space,
+                n_top_logprobs=ask.n_top_logprobs,
+            )
+            on_over = partial(self._over, prompt, claims[index], source)
+            jobs.append(Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s))
+        with self._lock:
+            self._claims.update((job, (prompt, claim)) for job, claim in zip(jobs, claims, strict=True))
+        self._engine.submit(jobs)
+        return LlamaAnswer(jobs, outbox, self._engine.cancel, source=source)
+
+    # ------------------------------------------------------------ answers that are over (on the engine thread)
+
+    def _over(self, prompt: Prompt, claim: Claim, source: str, job: Job, has_cells: bool) -> None:
+        run, space = job.run, job.request.space
+        with self._lock:
+            self._claims.pop(job, None)
+            if run is not None:
+                self._add_up(run, source)
+        try:
+            if run is not None and has_cells:
+                if run.n_generated:
+                    self._keep(self._conversation_of(prompt, claim, job, run, job.finish_reason))
+                else:
+                    self._scheduler.release(run)
+        finally:
+            self._release_claims(space, [claim])
+            self.queue.leave(1, is_done=job.finish_reason not in ("", "interrupted"))
+            self._saver.wake()
+
+    def _add_up(self, run: Run, source: str) -> None:
+        sums = self.sums
+        sums.n_prompt_tokens += run.n_reused + run.n_evaluated
+        sums.n_evaluated += run.n_evaluated
+        sums.n_generated += run.n_generated
+        if source == "store":
+            sums.n_reused_store += run.n_reused
+        else:
+            sums.n_reused_memory += run.n_reused
+
+    def _conversation_of(self, prompt: Prompt, claim: Claim, job: Job, run: Run, finish_reason: str) -> Conversation:
+        tokens, text, now_s = tuple(run.tokens), run.text, time.time()
+        n_prompt = len(prompt.tokens)
+        reply = Message(role="assistant", content=text, p0=n_prompt, p1=len(tokens), finish=finish_reason, time_s=now_s)
+        messages = (*prompt.messages, reply) if prompt.template is not None else ()
+        said = None if prompt.said is None else prompt.said + text
+        parent = claim.parent
+        one = Conversation(
+            space=job.request.space,
+            place=claim.place,
+            created_s=prompt.now_s,
+            used_s=now_s,
+            n_tokens=len(tokens),
+            tokens=tokens,
+            template=prompt.template,
+            messages=messages,
+            said=said,
+            sampling=job.request.sampling,
+            is_exact=self._is_exact(tokens[n_prompt:], text),
+            run=run,
+            parent=None if parent is None else parent.place.info,
+            n_settled=run.n_reused,
+            n_turns=sum(message.role == "assistant" for message in messages) or 1,
+            first_text=excerpt(messages, said),
+            is_named=claim.is_named,
+            is_wanted=self._saves and (claim.is_named or len(tokens) - 1 >= N_WORTH),
+        )
+        self._conversations.make_keys(one)
+        return one
+
+    def _is_exact(self, written: Sequence[int], text: str) -> bool:
+        """Whether the tokens of a reply are its text: not where a stop string was cut off."""
+        model = self._opened.model
+        if model.is_end(written[-1]):
+            return True
+        return join(model.token_bytes(token) for token in written) == text
+
+    def _keep(self, one: Conversation) -> None:
+        run = one.run
+        assert run is not None
+        conversations, scheduler = self._conversations, self._scheduler
+        with conversations.lock:
+            same = conversations.find_same(one) if one.place.info is None else None
+            if same is not None and conversations.get(one.space, one.name) is None and not one.is_named:
+                same.used_s = one.used_s
+                scheduler.release(run)
+                return
+            before = conversations.add(one)
+            if before is not None:
+                self._supersede(before, one)
+            if not one.is_wanted:
+                one.is_let_go = True
+                scheduler.let_go(run)
+
+    def _supersede(self, before: Conversation, one: Conversation) -> None:
+        """A conversation has gone on: what it was before is not needed any more."""
+        before.is_gone = True
+        if before.run is not None and not before.is_saving:
+            self._scheduler.release(before.run)
+        if before.is_pinned and one.run is not None:
+            one.is_pinned = True
+            self._scheduler.pin(one.run, is_pinned=True)
+
+    def end(self, left: Sequence[Job]) -> None:
+        """What was written stays; the scheduler makes no step any more, so runs are what they are."""
+        for job in left:
+            run, known = job.run, self._claims.get(job)
+            job.is_over, job.finish_reason = True, "interrupted"
+            if run is not None and known is not None and run.n_generated and self._scheduler.has_cells(run):
+                prompt, claim = known
+                one = self._conversation_of(prompt, claim, job, run, "interrupted")
+                one.is_exact = False
+                with self._conversations.lock:
+                    self._conversations.add(one)
+            if job.outbox is not None:
+                job.outbox.put(job.index, run.take_text() if run is not None else "", finish_reason="interrupted")
+
+
+def _is_same_talk(one: Conversation, prompt: Prompt) -> bool:
+    """Whether a prompt is the same conversation as one that was saved, changed perhaps: it begins as that does."""
+    if (one.template is None) != (prompt.template is None):
+        return False
+    return one.first_text == excerpt(prompt.messages, prompt.said)

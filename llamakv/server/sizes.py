@@ -1,0 +1,69 @@
+"""How much a server keeps in memory: from what there is, what the model takes, and what its owner allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamakv.errors import UsageError
+
+N_SEQUENCES_MAX = 254
+"""llama.cpp's 256 sequences, less the scratch sequence and the scheduler's root."""
+
+N_PARALLEL_MAX = 16
+"""Answers written at the same time at most; what more of them gain is in the README, What it costs."""
+
+GROWTH_SHARE = 0.62
+"""Of the memory that is free now, what cells may take. A context grows by opening one of twice the size beside it,
+which must fit into nine tenths of what is free then: with N cells at last, N/2 are there already, and so
+N <= 0.9 (free - N/2)."""
+
+RECURRENT_SHARE = 0.25
+"""Of the memory that is free now, what recurrent states may take; they are there from the beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a server has: cells of all conversations and of one, answers at the same time, and sequences beside them."""
+
+    n_cells_max: int
+    n_ctx_max: int
+    n_parallel: int
+    n_kept: int
+
+    @property
+    def n_sequences(self) -> int:
+        """Conversations in memory at the same time."""
+        return self.n_parallel + self.n_kept
+
+
+def choose_room(
+    *,
+    n_ctx_max: int,
+    n_cells: int | None,
+    n_sequences: int | None,
+    bytes_per_cell: int,
+    bytes_per_sequence: int,
+    free_bytes: int,
+) -> Room:
+    """``n_cells`` and ``n_sequences`` are what the owner allows (None: no limit), ``n_ctx_max`` is the most tokens of a
+    conversation; bytes are what cells and recurrent states take (0: nothing), and the memory that is free.
+
+    Raises:
+        UsageError: a limit leaves no room for anything.
+    """
+    if n_cells is not None and n_cells < 2:
+        raise UsageError(f"{n_cells} cells are too few for a conversation", hint="--cells 4096")
+    n_most = min(n_sequences or N_SEQUENCES_MAX, N_SEQUENCES_MAX)
+    if n_sequences is None and bytes_per_sequence:
+        n_most = min(n_most, int(RECURRENT_SHARE * free_bytes) // bytes_per_sequence)
+    n_most = max(n_most, 2)  # an answer is written beside the conversation it goes on from
+    n_parallel = max(1, min(N_PARALLEL_MAX, n_most // 2))
+    n_all = n_cells if n_cells is not None else n_most * n_ctx_max
+    if n_cells is None and bytes_per_cell:
+        n_all = min(n_all, max(int(GROWTH_SHARE * free_bytes) // bytes_per_cell, min(n_ctx_max, 512)))
+    return Room(n_cells_max=n_all, n_ctx_max=min(n_ctx_max, n_all), n_parallel=n_parallel, n_kept=n_most - n_parallel)
+
+
+def n_to_pin(limit: int, share: float) -> int:
+    """How many of ``limit`` cells or sequences pinned conversations may take."""
+    return int(limit * share)

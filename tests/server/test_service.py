@@ -1,0 +1,368 @@
+"""Answers of the real service: what they are, what they reuse, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamakv.engine.text import join
+from llamakv.errors import BusyError, EngineError, NoRoomError, UsageError
+from llamakv.records import Sampling
+from llamakv.server.contract import Ask
+from llamakv.server.service import LlamaService
+from tests.ops.driver import GREEDY as GREEDY_OPTIONS
+from tests.ops.driver import Driver
+from tests.server.service_driver import AT_ONCE_S, GREEDY, LONG, Heard, answer_to, chat, open_for, said
+
+
+def run(service: LlamaService, act: Callable[[LlamaService], Awaitable[None]]) -> None:
+    async def both() -> None:
+        try:
+            await act(service)
+        finally:
+            await service.stop(0.0)
+
+    asyncio.run(both())
+
+
+def spoil_tokeniser(service: LlamaService, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each text that is tokenised from now on."""
+    texts: list[str] = []
+    model = service._opened.model
+    real = model.tokenize
+
+    def noted(text: str, **options: bool) -> list[int]:
+        texts.append(text)
+        return real(text, **options)
+
+    monkeypatch.setattr(model, "tokenize", noted)
+    return texts
+
+
+@pytest.mark.parametrize("name", ["M", "MS", "MR", "MH"])
+def test_answers_are_those_of_a_chat(models: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+    with Driver(models(name), tmp_path).chat(system=LONG, sampling=replace(GREEDY_OPTIONS, max_tokens=8)) as alone:
+        first = alone.send("hello there", Heard().reporter)
+        second = alone.send("and then?", Heard().reporter)
+
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        assert (one.text, one.finish) == (first.text, first.finish_reason)
+        assert one.usage.n_cached == 0
+        assert one.usage.source == "none"
+        two = await answer_to(service, chat("hello there", one.text, "and then?"))
+        assert (two.text, two.usage.n_cached, two.usage.source) == (second.text, second.reused, "memory")
+        assert two.usage.n_prompt == second.reused + second.evaluated
+
+    with open_for(models(name), None) as service:
+        run(service, act)
+
+
+def test_what_was_said_before_is_never_tokenised_again(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        texts = spoil_tokeniser(service, monkeypatch)
+        two = await answer_to(service, chat("hello there", one.text, "and then?"))
+        assert len(texts) == 1
+        assert LONG not in texts[0]
+        assert "hello" not in texts[0]
+        assert two.usage.n_cached == one.usage.n_prompt + one.usage.n_generated - 1
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_the_same_question_again_reads_one_token(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        texts = spoil_tokeniser(service, monkeypatch)
+        again = await answer_to(service, chat("hello there"))
+        assert texts == []
+        assert again.text == one.text
+        assert again.usage.n_cached == again.usage.n_prompt - 1
+        assert len(await service.sessions("")) == 1
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_an_earlier_reply_is_kept_when_a_later_message_is_changed(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        two = await answer_to(service, chat("hello there", one.text, "and then?"))
+        three = await answer_to(service, chat("hello there", one.text, "something else"))
+        assert three.usage.n_cached >= one.usage.n_prompt + one.usage.n_generated - 1
+        assert sorted(line.n_turns for line in await service.sessions("")) == [2, 2]
+        assert two.usage.n_prompt == three.usage.n_prompt or two.text
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_eight_at_once_read_what_they_have_in_common_once(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        answers = await asyncio.gather(*(answer_to(service, chat(f"question {n}")) for n in range(8)))
+        n_prompt = sum(one.usage.n_prompt for one in answers)
+        counts = service.counts
+        assert counts.n_prompt_tokens == n_prompt
+        assert counts.n_evaluated < 2 * answers[0].usage.n_prompt
+        assert counts.n_reused_memory + counts.n_evaluated == n_prompt
+        for n, one in enumerate(answers):
+            alone = await answer_to(service, chat(f"question {n}"))
+            assert one.text == alone.text
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_several_choices_differ_by_their_seeds_and_read_the_prompt_once(model_path: Path) -> None:
+    sampling = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, max_tokens=6, seed=5)
+
+    async def act(service: LlamaService) -> None:
+        three = await answer_to(service, chat("hello there", n_choices=3, sampling=sampling))
+        assert sorted(three.finishes) == [0, 1, 2]
+        assert len(set(three.texts.values())) == 3
+        assert service.counts.n_evaluated == three.usage.n_prompt + 2
+        second = await answer_to(service, chat("hello there", sampling=replace(sampling, seed=6)))
+        assert second.text == three.texts[1]
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_text_and_tokens_are_gone_on_with(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, Ask(prompt=LONG, sampling=GREEDY))
+        texts = spoil_tokeniser(service, monkeypatch)
+        two = await answer_to(service, Ask(prompt=LONG + one.text + " and so", sampling=GREEDY))
+        assert texts == [" and so"]
+        assert two.usage.n_cached == one.usage.n_prompt + one.usage.n_generated - 1
+        tokens = tuple(service._opened.model.tokenize(LONG, add_special=True, parse_special=True))
+        three = await answer_to(service, Ask(prompt=tokens, sampling=GREEDY))
+        assert three.text == one.text
+        assert three.usage.n_cached == len(tokens) - 1
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_a_stop_string_is_not_said_and_not_taken_for_what_was_said(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        whole = await answer_to(service, chat("hello there"))
+        stop = whole.text.strip().split()[-1]
+        cut = await answer_to(service, chat("hello there", sampling=replace(GREEDY, stop=(stop,))))
+        assert cut.finish == "stop"
+        assert stop not in cut.text
+        two = await answer_to(service, chat("hello there", cut.text, "and then?"))
+        fresh = await answer_to(service, chat("hello there", cut.text, "and then?", space="other"))
+        assert two.text == fresh.text
+        model = service._opened.model
+        (read,) = [one.tokens for one in service._conversations.live("") if one.n_turns == 2]
+        assert f"{cut.text}<|im_end|>" in join(model.token_bytes(token, special=True) for token in read)
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_probabilities_come_with_their_tokens(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there", n_top_logprobs=3))
+        told = [logprob for piece in one.pieces for logprob in piece.logprobs]
+        assert len(told) == one.usage.n_generated
+        assert b"".join(logprob.text for logprob in told).decode() == one.text
+        assert all(len(logprob.top) == 3 and logprob.top[0].token == logprob.token for logprob in told)
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_pieces_nobody_reads_are_joined(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        fast = await answer_to(service, chat("hello there", sampling=replace(GREEDY, max_tokens=40), n_top_logprobs=0))
+        slow = await service.ask(chat("hello there", sampling=replace(GREEDY, max_tokens=40), n_top_logprobs=0))
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        late = await said(slow)
+        assert len(late.pieces) == 1
+        assert late.text == fast.text
+        assert len(late.pieces[0].logprobs) == 40
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+# ---------------------------------------------------------------- how answers end
+
+
+def test_a_cancelled_answer_frees_its_cells_and_others_go_on(model_path: Path) -> None:
+    endless = replace(GREEDY, max_tokens=3000)
+
+    async def act(service: LlamaService) -> None:
+        leaving, staying = await asyncio.gather(
+            service.ask(chat("one", sampling=endless)), service.ask(chat("another"))
+        )
+        async for _ in leaving.pieces():
+            break
+        leaving.cancel()
+        assert (await said(staying)).finish == "length"
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert [line.first_text for line in await service.sessions("")] == ["another"]
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_an_answer_that_waits_can_be_cancelled(model_path: Path) -> None:
+    endless = replace(GREEDY, max_tokens=3000)
+
+    async def act(service: LlamaService) -> None:
+        first = await service.ask(chat("one", sampling=endless))
+        waiting = await service.ask(chat("another"))
+        waiting.cancel()
+        assert (await said(waiting)).finish == "interrupted"
+        first.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert service.counts.n_cells == 0
+
+    with open_for(model_path, None, n_sequences=2) as service:
+        run(service, act)
+
+
+def test_a_full_queue_says_when_to_come_again(model_path: Path) -> None:
+    endless = replace(GREEDY, max_tokens=3000)
+
+    async def act(service: LlamaService) -> None:
+        answers = [await service.ask(chat(f"{n}", sampling=endless)) for n in range(2)]
+        assert service.counts.n_waiting + service.counts.n_active == 2
+        with pytest.raises(BusyError) as refused:
+            await service.ask(chat("one too many"))
+        assert 1 <= int(refused.value.fields["retry_after_s"] or 0) <= 60
+        for one in answers:
+            one.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert (await answer_to(service, chat("now there is room"))).finish == "length"
+
+    with open_for(model_path, None, n_sequences=2, n_waiting_max=1) as service:
+        run(service, act)
+
+
+def test_time_in_the_queue_counts(model_path: Path) -> None:
+    endless = replace(GREEDY, max_tokens=6000)
+
+    async def act(service: LlamaService) -> None:
+        first = await service.ask(chat("one", sampling=endless))
+        waiting = await answer_to(service, chat("another", timeout_s=0.05))
+        assert (waiting.text, waiting.finish, waiting.usage.n_generated) == ("", "timeout", 0)
+        first.cancel()
+
+    with open_for(model_path, None, n_sequences=2, n_cells=8192) as service:
+        run(service, act)
+
+
+def test_what_was_written_until_the_time_was_up_is_kept(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("one", sampling=replace(GREEDY, max_tokens=None), timeout_s=0.4))
+        assert one.finish == "timeout"
+        assert [line.n_tokens for line in await service.sessions("")] == [one.usage.n_prompt + one.usage.n_generated]
+
+    with open_for(model_path, None, n_cells=8192) as service:
+        run(service, act)
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (chat("x", session="../outside"), UsageError),
+        (chat("x", sampling=replace(GREEDY, grammar="nonsense ::=")), UsageError),
+        (Ask(prompt="", sampling=GREEDY), UsageError),
+        (Ask(prompt=(10**6,), sampling=GREEDY), UsageError),
+        (chat(LONG * 3), NoRoomError),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(model_path: Path, ask: Ask, error: type[Exception]) -> None:
+    async def act(service: LlamaService) -> None:
+        with pytest.raises(error):
+            await service.ask(ask)
+        assert service.counts.n_waiting == 0
+        assert (await answer_to(service, chat("hello there"))).finish == "length"
+
+    with open_for(model_path, None, n_ctx=400) as service:
+        run(service, act)
+
+
+def test_a_failed_engine_fails_what_is_under_way_and_takes_no_more(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+
+    async def act(service: LlamaService) -> None:
+        one = await service.ask(chat("hello there", sampling=replace(GREEDY, max_tokens=3000)))
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the wires are cut")
+
+        monkeypatch.setattr(service._scheduler, "step", broken)
+        with pytest.raises(EngineError, match="the wires are cut"):
+            await said(one)
+        assert not service.is_ready
+        with pytest.raises(EngineError):
+            await service.ask(chat("anybody there?"))
+        assert service.counts.n_waiting == 0
+
+    with open_for(model_path, None, heard) as service:
+        run(service, act)
+    assert len(heard.warnings) == 1
+
+
+def test_all_cells_are_free_when_all_is_deleted(model_path: Path, tmp_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        await asyncio.gather(*(answer_to(service, chat(f"question {n}")) for n in range(4)))
+        assert service.counts.n_cells > 0
+        for line in await service.sessions(""):
+            await service.delete(line.name, "")
+        counts = service.counts
+        assert (counts.n_cells, counts.n_live, counts.n_active, counts.n_waiting) == (0, 0, 0, 0)
+        assert await service.sessions("") == []
+
+    with open_for(model_path, tmp_path / "store", save_delay_s=AT_ONCE_S) as service:
+        run(service, act)
+    assert list((tmp_path / "store").glob("*.bin")) == []
+
+
+def test_a_stop_lets_answers_end_and_a_hurried_one_keeps_what_was_written(model_path: Path, tmp_path: Path) -> None:
+    async def patient(service: LlamaService) -> None:
+        answer = await service.ask(chat("hello there", session="patient"))
+        stopping = asyncio.ensure_future(service.stop(60.0))
+        assert (await said(answer)).finish == "length"
+        await stopping
+
+    async def hurried(service: LlamaService) -> None:
+        answer = await service.ask(chat("hello there", session="cut", sampling=replace(GREEDY, max_tokens=6000)))
+        pieces = answer.pieces()
+        await anext(pieces)
+        stopping = asyncio.ensure_future(service.stop(60.0))
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError):
+            await service.ask(chat("too late"))
+        await service.stop(0.0)
+        await stopping
+        assert [piece async for piece in pieces][-1].finish_reason == "interrupted"
+
+    for act in (patient, hurried):
+        with open_for(model_path, tmp_path / "store", n_cells=8192) as service:
+            asyncio.run(act(service))
+    heard = Heard()
+    driver = Driver(model_path, tmp_path)
+    with driver.resume(tmp_path / "store" / "cut.bin") as conversation:
+        assert conversation.messages[-1].finish == "interrupted"
+        assert conversation.messages[-1].p1 > conversation.messages[-1].p0 + 1
+    assert heard.warnings == []
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.005)

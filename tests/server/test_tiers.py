@@ -1,0 +1,308 @@
+"""Between memory and the store: what is written, dropped and brought back, and what a crash leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llamakv.errors import NoRoomError, UsageError, WriteError
+from llamakv.ops.checking import verify_store
+from llamakv.server.service import LlamaService
+from llamakv.server.sizes import Room, choose_room, n_to_pin
+from llamakv.store.session_file import read_session
+from tests.server.service_driver import AT_ONCE_S, LONG, Heard, answer_to, chat, open_for
+from tests.server.test_service import run, until
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def system(n: int) -> str:
+    return f"{n} {LONG}"
+
+
+@pytest.mark.parametrize("name", ["M", "MS", "MR", "MH"])
+def test_a_conversation_that_was_dropped_comes_back_as_it_was(
+    models: Callable[[str], Path], name: str, store: Path
+) -> None:
+    texts: list[str] = []
+
+    async def roomy(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there", system=system(0)))
+        texts.extend(
+            [one.text, (await answer_to(service, chat("hello there", one.text, "and then?", system=system(0)))).text]
+        )
+
+    async def tight(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there", system=system(0)))
+        assert one.text == texts[0]
+        for n in range(1, 4):
+            await answer_to(service, chat("hello there", system=system(n)))
+        await until(lambda: service.counts.n_dropped > 0)
+        assert service.counts.n_cells <= 800
+        two = await answer_to(service, chat("hello there", one.text, "and then?", system=system(0)))
+        assert (two.text, two.usage.source) == (texts[1], "store")
+        assert two.usage.n_cached == one.usage.n_prompt + one.usage.n_generated - 1
+        assert len(await service.sessions("")) == 4
+
+    with open_for(models(name), None) as service:
+        run(service, roomy)
+    with open_for(models(name), store, n_cells=800) as service:
+        run(service, tight)
+
+
+def test_idle_conversations_are_saved_and_only_what_is_new(model_path: Path, store: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there", session="notes"))
+        await until(lambda: service.counts.n_saves == 1)
+        n_before = n_bytes(store)
+        await answer_to(service, chat("hello there", one.text, "and then?", session="notes"))
+        await until(lambda: service.counts.n_saves == 2)
+        assert n_bytes(store) - n_before < n_before / 4
+        assert service.counts.n_live == 1
+
+    with open_for(model_path, store, save_delay_s=AT_ONCE_S) as service:
+        run(service, act)
+
+
+def test_a_prefix_of_many_is_written_once(model_path: Path, store: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        await asyncio.gather(*(answer_to(service, chat(f"question {n}", session=f"s{n}")) for n in range(4)))
+
+    with open_for(model_path, store) as service:
+        run(service, act)
+    first = [read_session(store / f"s{n}.bin").sections[0].digest for n in range(4)]
+    assert len(set(first)) == 1
+
+
+def test_a_quick_next_turn_is_saved_once(model_path: Path, store: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        await answer_to(service, chat("hello there", one.text, "and then?"))
+        assert service.counts.n_saves == 0
+        await service.stop(1.0)
+        assert service.counts.n_saves == 1
+
+    with open_for(model_path, store) as service:
+        run(service, act)
+    assert len(list(store.glob("*.bin"))) == 1
+
+
+def test_many_that_want_the_same_from_the_store_wait_for_one_load(model_path: Path, store: Path) -> None:
+    async def before(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there"))
+
+    async def after(service: LlamaService) -> None:
+        answers = await asyncio.gather(*(answer_to(service, chat(f"question {n}")) for n in range(6)))
+        assert {one.usage.source for one in answers} <= {"store", "memory"}
+        assert "store" in {one.usage.source for one in answers}
+        assert service.counts.n_evaluated < 6 * 40
+        assert all(one.usage.n_cached > 250 for one in answers)
+
+    with open_for(model_path, store) as service:
+        run(service, before)
+    with open_for(model_path, store) as service:
+        run(service, after)
+
+
+def test_without_a_store_conversations_go_when_cells_are_short(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        for n in range(5):
+            assert (await answer_to(service, chat("hello there", system=system(n)))).finish == "length"
+        await until(lambda: service.counts.n_dropped > 0)
+        assert service.counts.n_saves == 0
+        assert len(await service.sessions("")) < 5
+
+    with open_for(model_path, None, n_cells=800) as service:
+        run(service, act)
+
+
+def test_when_all_is_pinned_a_request_is_refused_and_nothing_hangs(model_path: Path, store: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there", session="notes", system=system(0)))
+        await service.pin("notes", "", pinned=True)
+        with pytest.raises(NoRoomError):
+            await answer_to(service, chat("hello there", system=system(1)))
+        await service.pin("notes", "", pinned=False)
+        assert (await answer_to(service, chat("hello there", system=system(1)))).finish == "length"
+
+    with open_for(model_path, store, n_cells=400, prefix_share=1.0) as service:
+        run(service, act)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_failed_save_is_counted_told_once_and_harms_no_answer(
+    model_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+
+    def full(*_: object, **__: object) -> None:
+        raise WriteError("cannot write: no space left on device")
+
+    async def act(service: LlamaService) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr("llamakv.ops.keeping.create_session", full)
+            for n in range(4):
+                await answer_to(service, chat("hello there", system=system(n)))
+            await until(lambda: service.counts.n_dropped > 0)
+            with pytest.raises(WriteError):
+                await service.save((await service.sessions(""))[0].name, None, "")
+        assert service.counts.n_save_failures >= 2
+        assert service.counts.n_saves == 0
+        left = await service.sessions("")
+        await service.stop(1.0)
+        assert service.counts.n_saves == len(left)
+
+    with open_for(model_path, store, heard, n_cells=800, save_delay_s=AT_ONCE_S) as service:
+        run(service, act)
+    assert len(heard.warnings) == 2
+    assert "no space left on device" in heard.warnings[0]
+
+
+def test_a_session_that_is_damaged_is_read_again(model_path: Path, store: Path) -> None:
+    async def before(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there", session="notes"))
+
+    async def after(service: LlamaService) -> None:
+        again = await answer_to(service, chat("hello there"))
+        assert again.usage.source == "none"
+        assert again.finish == "length"
+
+    with open_for(model_path, store) as service:
+        run(service, before)
+    for path in (store / ".objects").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.chmod(0o600)
+            path.write_bytes(data)
+    with open_for(model_path, store) as service:
+        run(service, after)
+
+
+def test_what_somebody_else_saved_meanwhile_is_left_alone(model_path: Path, store: Path, tmp_path: Path) -> None:
+    from tests.ops.driver import Driver
+
+    heard = Heard()
+
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there", session="notes"))
+        await service.save("notes", None, "")
+        with Driver(model_path, tmp_path).resume(store / "notes.bin") as conversation:
+            conversation.send("from elsewhere", heard.reporter)
+        theirs = (store / "notes.bin").read_bytes()
+        await answer_to(service, chat("hello there", one.text, "and then?", session="notes"))
+        await service.save("notes", None, "")
+        assert (store / "notes.bin").read_bytes() == theirs
+        assert (store / "notes-2.bin").exists()
+        assert "notes-2" in {line.name for line in await service.sessions("")}
+
+    with open_for(model_path, store, heard) as service:
+        run(service, act)
+
+
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from llamakv.cli.config import prepare_engine
+prepare_engine()
+from tests.server.service_driver import *
+
+async def act(service):
+    for n in range(1000):
+        one = await answer_to(service, chat("hello there", system=f"{n} {LONG}", session=f"s{n}"))
+        print(n, one.text.encode().hex(), service.counts.n_saves, flush=True)
+
+with open_for(Path(sys.argv[1]), Path(sys.argv[2]), save_delay_s=0.0, n_cells=2048) as service:
+    asyncio.run(act(service))
+"""
+
+
+def test_after_a_kill_what_was_saved_is_there_and_the_store_is_sound(model_path: Path, store: Path) -> None:
+    root = Path(__file__).parents[2]
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(model_path), str(store)],
+        stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    texts: dict[int, str] = {}
+    n_saves, heard = 0, Heard()
+    assert worker.stdout is not None
+    try:
+        for line in worker.stdout:
+            number, text, saves = line.split(" ")
+            texts[int(number)], n_saves = bytes.fromhex(text).decode(), int(saves)
+            if n_saves >= 3 or len(texts) == 400:
+                break
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+    saved = sorted(path.stem for path in store.glob("*.bin"))
+    assert len(saved) >= n_saves >= 3
+    assert verify_store(store, heard.reporter).n_wrong == 0
+
+    async def after(service: LlamaService) -> None:
+        assert sorted(line.name for line in await service.sessions("")) == saved
+        number = int(saved[0][1:])
+        two = await answer_to(service, chat("hello there", texts[number], "and then?", system=system(number)))
+        assert two.usage.source == "store"
+        assert two.usage.n_prompt - two.usage.n_cached < 40
+
+    with open_for(model_path, store) as service:
+        run(service, after)
+
+
+# ---------------------------------------------------------------- how much there is
+
+
+def room(**more: object) -> Room:
+    known: dict[str, object] = {
+        "n_ctx_max": 8192, "n_cells": None, "n_sequences": None, "bytes_per_cell": 0, "bytes_per_sequence": 0,
+        "free_bytes": 1 << 30,
+    }  # fmt: skip
+    return choose_room(**{**known, **more})  # type: ignore[arg-type]
+
+
+def test_room_is_what_the_owner_allows() -> None:
+    assert room(n_cells=4096, n_sequences=10) == Room(n_cells_max=4096, n_ctx_max=4096, n_parallel=5, n_kept=5)
+    assert room(n_cells=100_000).n_sequences == 254
+    assert room(n_sequences=1) == Room(n_cells_max=16384, n_ctx_max=8192, n_parallel=1, n_kept=1)
+    assert room(n_sequences=1000).n_sequences == 254
+    assert room().n_parallel == 16
+    with pytest.raises(UsageError):
+        room(n_cells=1)
+
+
+def test_room_is_what_memory_holds_and_can_grow_to() -> None:
+    n = room(bytes_per_cell=1 << 16).n_cells_max
+    free = (1 << 30) - (n // 2 << 16)
+    assert n << 16 <= 0.9 * free
+    assert 1.05 * (n << 16) > 0.9 * free
+    assert room(bytes_per_cell=1 << 16, n_cells=20_000).n_cells_max == 20_000
+    assert room(bytes_per_cell=1 << 30).n_cells_max == 512
+
+
+def test_recurrent_states_limit_the_sequences() -> None:
+    assert room(bytes_per_sequence=1 << 23).n_sequences == 32
+    assert room(bytes_per_sequence=1 << 30).n_sequences == 2
+    assert room(bytes_per_sequence=1 << 23, n_sequences=100).n_sequences == 100
+
+
+def test_a_share_of_the_room_may_be_pinned() -> None:
+    assert n_to_pin(1000, 0.5) == 500
+    assert n_to_pin(1000, 0.0) == 0
+
+
+def n_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / ".objects").rglob("*") if path.is_file())
