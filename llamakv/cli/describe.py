@@ -11,6 +11,7 @@ from llamakv.records import MemorySettings, Message, ModelIdentity, Sampling
 if TYPE_CHECKING:
     from llamakv.ops.chat import ConversationStats
     from llamakv.ops.fork import ForkSummary
+    from llamakv.ops.inspect import SectionFile
     from llamakv.ops.requests import Answer, Opened, Saved
     from llamakv.store.session_file import SessionInfo, StoredSection
 
@@ -178,8 +179,12 @@ def sampling_text(sampling: Sampling) -> str:
     return " · ".join(parts)
 
 
-def section_json(section: StoredSection) -> dict[str, Json]:
-    """A row of the section table as data."""
+def section_json(section: StoredSection, file: SectionFile | None = None) -> dict[str, Json]:
+    """A row of the section table as data; ``file`` is how the section is stored, None where that was not looked at."""
+    if file is not None:
+        encoding, stored = file.encoding, {"missing": file.is_missing, "trouble": file.trouble}
+    else:
+        encoding, stored = None if section.in_store else section.encoding, {}
     return {
         "kind": section.kind.value,
         "p0": section.p0,
@@ -189,12 +194,13 @@ def section_json(section: StoredSection) -> dict[str, Json]:
         "stored_bytes": section.n_stored,
         "offset": section.offset,
         "in_store": section.in_store,
-        "encoding": None if section.in_store else str(section.encoding),
+        **stored,
+        "encoding": None if encoding is None else str(encoding),
         "digest": section.digest,
     }
 
 
-def section_row(index: int, section: StoredSection) -> tuple[str, ...]:
+def section_row(index: int, section: StoredSection, encoding: str) -> tuple[str, ...]:
     """A row of the section table for people: number and kind, positions, raw and stored bytes, encoding, digest."""
     from llamakv.cli.render import size
 
@@ -205,7 +211,7 @@ def section_row(index: int, section: StoredSection) -> tuple[str, ...]:
         positions,
         size(section.n_raw),
         size(section.n_stored),
-        "in the store" if section.in_store else str(section.encoding),
+        encoding,
         section.digest[:12],
     )
 

@@ -9,7 +9,7 @@ from llamakv.cli.output import Json
 
 if TYPE_CHECKING:
     from llamakv.cli.plots import SectionMap
-    from llamakv.ops.inspect import Sharing
+    from llamakv.ops.inspect import SectionFile, Sharing
     from llamakv.ops.resume_cost import ResumeCost, ResumeMemory
     from llamakv.ops.session_layers import Inside, LayerSize
     from llamakv.store.session_file import SessionInfo, StoredSection
@@ -46,7 +46,9 @@ def sharing_json(sharing: Sharing) -> Json:
 def memory_json(memory: ResumeMemory) -> Json:
     """What resuming takes in memory, as data."""
     return {
+        "n_ctx": memory.n_ctx,
         "cells": memory.n_cells,
+        "bytes": memory.n_bytes,
         "state_bytes": memory.n_state_bytes,
         "model_bytes": memory.n_model_bytes,
         "reading_bytes": memory.n_reading_bytes,
@@ -59,7 +61,9 @@ def memory_text(memory: ResumeMemory) -> str:
 
     state = f"{size(memory.n_state_bytes)} of state ({count(memory.n_cells, 'cell')})"
     reading = f"up to {size(memory.n_reading_bytes)} while reading"
-    return f"{state} · {size(memory.n_model_bytes)} model file · {reading}"
+    parts = f"{state} · {size(memory.n_model_bytes)} model file · {reading}"
+    context = f"a context has more cells (n_ctx {memory.n_ctx:,} when it was saved)"
+    return f"at least {size(memory.n_bytes)} in all: {parts}; {context}, and the program comes on top"
 
 
 def cost_json(cost: ResumeCost) -> Json:
@@ -133,6 +137,43 @@ def inside_json(inside: Inside, *, layers: bool, cells: bool) -> dict[str, Json]
     return data
 
 
+def encoding_text(file: SectionFile) -> str:
+    """How a section is stored, in a word."""
+    if file.is_missing:
+        return "missing"
+    return "unreadable" if file.encoding is None else str(file.encoding)
+
+
+def place_rows(sections: Sequence[StoredSection], files: Sequence[SectionFile]) -> list[tuple[str, str]]:
+    """Where the sections lie, and which of them are missing or cannot be read."""
+    from llamakv.cli.render import count
+
+    if not sections:
+        return []
+    n_inside = sum(not section.in_store for section in sections)
+    n_objects = sum(section.in_store and not file.is_missing for section, file in zip(sections, files, strict=True))
+    places = [
+        f"{n_objects:,} in the store's objects" if n_objects else "",
+        f"{n_inside:,} in the file" if n_inside else "",
+    ]
+    rows = [("sections", " · ".join(place for place in places if place) or "all missing")]
+    missing = [number for number, file in enumerate(files) if file.is_missing]
+    if missing:
+        which = f"{len(missing):,} of {count(len(sections), 'section')} not in the store: {numbers_text(missing)}"
+        rows.append(("missing", f"{which} · this session cannot be resumed as it is"))
+    troubled = [(number, file.trouble) for number, file in enumerate(files) if file.trouble is not None]
+    if troubled:
+        which = numbers_text([number for number, _ in troubled])
+        rows.append(("unreadable", f"{len(troubled):,} of {len(sections):,} sections: {which} ({troubled[0][1]})"))
+    return rows
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Numbers of sections: the first few, and how many more there are."""
+    more = f" and {len(numbers) - 8:,} more" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more
+
+
 def with_sharing(
     headings: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
@@ -140,14 +181,18 @@ def with_sharing(
     sharing: Sharing | None,
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The table of sections with a bar for each in a terminal, and who shares it instead of its encoding if that is
-    known: what is shared is in the store."""
+    known and anybody does."""
     from llamakv.cli.render.bars import share_bar
 
+    if sharing is not None and not sharing.sharers:
+        sharing = None
     most = max((section.n_stored for section in sections), default=1)
     found = []
     for row, section in zip(rows, sections, strict=True):
         bar = (share_bar(section.n_stored / most, BAR_COLUMNS),) if _has_bars() else ()
-        others = row[4] if sharing is None else few_names(sharing.names.get(section.digest, []))
+        others = row[4]
+        if sharing is not None and others not in ("missing", "unreadable"):
+            others = few_names(sharing.names.get(section.digest, []))
         found.append((*row[:4], *bar, others, row[5]))
     fifth = headings[4] if sharing is None else "SHARED WITH"
     return (*headings[:4], *(("SIZE",) if _has_bars() else ()), fifth, headings[5]), found

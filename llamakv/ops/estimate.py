@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import uuid
@@ -18,7 +19,7 @@ from llamakv.engine.memory import ContextMemory, MemoryEstimator
 from llamakv.engine.prefix import n_common
 from llamakv.engine.room import no_room
 from llamakv.engine.state_sizes import sum_bytes
-from llamakv.errors import NotFoundError, StoreError, UsageError
+from llamakv.errors import LlamakvError, NotFoundError, StoreError, UsageError, WriteError
 from llamakv.ops.budget import Budget
 from llamakv.ops.matching import (
     FoundModel,
@@ -29,17 +30,27 @@ from llamakv.ops.matching import (
     reasons_to_recompute,
 )
 from llamakv.ops.opening import OpenModel
-from llamakv.ops.planned_save import Begun, Measured, index_bytes, measure_stored, plan_save, stored_sizes
+from llamakv.ops.planned_save import (
+    Begun,
+    Measured,
+    budget_error,
+    index_bytes,
+    measure_session,
+    measure_stored,
+    plan_save,
+    stored_sizes,
+)
 from llamakv.ops.prefixes import N_WORTH, usable_cells
 from llamakv.ops.process_memory import resident_bytes
 from llamakv.ops.reading import tokenise
 from llamakv.ops.requests import ModelRequest, Reporter, SaveRequest
 from llamakv.ops.save import TextToRead as Text
 from llamakv.ops.save import check_tokens_continue, earlier_session, is_incomplete, sampling_of, text_of
+from llamakv.ops.sizes import size
 from llamakv.records import Chat, Lineage, MemorySettings, SessionRecord
 from llamakv.store import format
 from llamakv.store.reuse import reusable_cells, space_of
-from llamakv.store.session_file import SessionInfo, read_session
+from llamakv.store.session_file import SessionInfo, check_writable, read_session
 from llamakv.store.store_folder import is_in_store, is_store
 from llamakv.store.survey import n_bytes_on_disk
 
@@ -53,12 +64,14 @@ class SaveEstimate:
     ``n_tokens`` are all tokens of the text, ``reused`` the cells that a saved session (``reused_from``) would give, and
     ``evaluated`` the tokens to be read. ``raw_bytes`` is the state of the whole session, as the engine would give it,
     ``new_raw_bytes`` what the save would take of it; None where that cannot be told for the architecture. A save that
-    takes longer than half a minute keeps up to two more tails of a recurrent state.
+    takes longer than half a minute keeps up to two more tails of a recurrent state. ``is_compressed``: it was not asked
+    to be stored as it is.
 
     ``stored_bytes`` and ``new_stored_bytes`` are that on disk: as ``measured`` sessions were, or (None) as most of it
     can take. ``index_bytes`` is the index, but for the numbers in it that are not known yet. ``context`` is the memory
     that reading takes beside the weights, ``own_bytes`` what this program takes without a model. ``budget_bytes`` is
-    what the store may take (None: no limit, or not in a store), ``store_bytes`` what it takes now.
+    what the store may take (None: no limit, or not in a store), ``store_bytes`` what it takes now. ``shortage`` is the
+    error that the save would end with if it wrote ``written_bytes``; None where there is room.
     """
 
     path: Path
@@ -72,6 +85,7 @@ class SaveEstimate:
     stored_bytes: int | None
     new_stored_bytes: int | None
     measured: Measured | None
+    is_compressed: bool
     in_store: bool
     context: ContextMemory
     weights_bytes: int
@@ -79,6 +93,7 @@ class SaveEstimate:
     free_bytes: int
     budget_bytes: int | None
     store_bytes: int | None
+    shortage: LlamakvError | None = None
 
     @property
     def evaluated(self) -> int:
@@ -127,6 +142,7 @@ def estimate_save(request: SaveRequest, reporter: Reporter, *, store: Path | Non
 
     Raises:
         UsageError, ExistsError, NotFoundError, MismatchError: as ``save_prefix``.
+        WriteError: the folder is missing or cannot be written to.
         ModelFileError: the engine cannot run the model.
         NoRoomError: the text has more tokens than the context may.
     """
@@ -134,6 +150,7 @@ def estimate_save(request: SaveRequest, reporter: Reporter, *, store: Path | Non
     if not (request.text or "").strip() and not request.system:
         raise UsageError("the text is empty: there is nothing to save")
     earlier = earlier_session(request)
+    _check_folder(request, earlier)
     found = find_model(request.model, None if earlier is None else earlier.record.identity, reporter)
     if earlier is not None and not request.options.recompute:
         check_identity(earlier.record, found)
@@ -172,12 +189,14 @@ def _estimate(
     begun = _begun(opened, request, earlier, settings, tokens)
     plan = plan_save(opened.info, context, begun, swa_full=opened.memory.swa_full, n_cells=len(tokens) - 1)
     in_store = request.name is not None or is_in_store(request.path)
-    measured = measure_stored(store, opened.identity, settings) if request.compress != "none" else None
+    measured = None
+    if request.compress != "none":
+        measured = measure_stored(store, opened.identity, settings) or measure_session(begun.base)
     sizes = stored_sizes(plan, measured, in_store=in_store)
     record = _record(opened, request, earlier, settings, text, pieces)
     folder = request.path.parent
     limits = (request.budget or Budget()).limits(folder) if in_store else None
-    return SaveEstimate(
+    told = SaveEstimate(
         path=request.path,
         n_tokens=len(tokens),
         reused=begun.n_cells,
@@ -189,6 +208,7 @@ def _estimate(
         stored_bytes=None if sizes is None else sum(s.n_stored for s in plan.keep) + sum(sizes),
         new_stored_bytes=None if sizes is None else sum(sizes),
         measured=measured,
+        is_compressed=request.compress != "none",
         in_store=in_store,
         context=context,
         weights_bytes=dry.facts.weights_bytes or 0,
@@ -197,6 +217,7 @@ def _estimate(
         budget_bytes=None if limits is None else limits.max_bytes,
         store_bytes=n_bytes_on_disk(folder) if in_store and is_store(folder) else None,
     )
+    return replace(told, shortage=_shortage(told, request))
 
 
 def _n_ctx_of(n_tokens: int, n_ctx_max: int) -> int:
@@ -304,6 +325,36 @@ def _record(
         chat=chat,
         n_ctx=_MIN_CTX,
         text=text.raw,
+    )
+
+
+def _check_folder(request: SaveRequest, earlier: SessionInfo | None) -> None:
+    """Refuse a folder that a save could not write to, as that does; a store's, which it would make, may be missing."""
+    folder = request.path.parent
+    if request.name is not None and not folder.exists():
+        return
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        check_writable(request.path, overwrite=request.overwrite or earlier is not None)
+
+
+def _shortage(told: SaveEstimate, request: SaveRequest) -> LlamakvError | None:
+    """The error of a save for which there is not enough room; one in the store removes other sessions first."""
+    n_new = told.written_bytes
+    if n_new is None:
+        return None
+    if n_new > told.free_bytes:
+        most = "" if told.measured is not None or not told.is_compressed else "at most "
+        return WriteError(
+            f"not enough room for '{told.path}': it needs {most}{size(n_new)}, {size(told.free_bytes)} are free",
+            path=str(told.path),
+            needed_bytes=n_new,
+            free_bytes=told.free_bytes,
+        )
+    n_state = told.new_raw_bytes or 0  # what a save goes by: what it will come to compressed it does not know
+    if told.budget_bytes is None or told.store_bytes is None or told.store_bytes + n_state <= told.budget_bytes:
+        return None
+    return budget_error(
+        told.path, told.budget_bytes, n_state, reused_from=told.reused_from, overwrite=request.overwrite
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from llamakv.errors import StoreError
+from llamakv.errors import NotFoundError, StoreError
 from llamakv.ops.places import info_at
 from llamakv.records import Message
+from llamakv.store.codec import Encoding
+from llamakv.store.objects import Objects
 from llamakv.store.session_file import SessionInfo, read_session
 from llamakv.store.session_reader import folder_of
 from llamakv.store.sharing import Sharer, find_sharers
@@ -115,6 +118,42 @@ def report_of(info: SessionInfo) -> SessionReport:
         first_text=first[:_N_EXCERPT],
         last_text=last[-_N_EXCERPT:],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionFile:
+    """How a section is stored. ``encoding`` is None where that cannot be told: its object ``is_missing`` from the
+    store, or cannot be read (``trouble`` says why)."""
+
+    encoding: Encoding | None
+    is_missing: bool = False
+    trouble: str | None = None
+
+
+def section_files(info: SessionInfo) -> tuple[SectionFile, ...]:
+    """How each section of a session is stored: of one in the store the first bytes of its object are read."""
+    objects = Objects(folder_of(info.path))
+    known: dict[str, SectionFile] = {}
+    found: list[SectionFile] = []
+    for section in info.sections:
+        if not section.in_store:
+            found.append(SectionFile(encoding=section.encoding))
+            continue
+        if section.digest not in known:
+            known[section.digest] = _section_file(objects, section.digest)
+        found.append(known[section.digest])
+    return tuple(found)
+
+
+def _section_file(objects: Objects, digest: str) -> SectionFile:
+    try:
+        opened = objects.open(digest)
+    except NotFoundError:
+        return SectionFile(encoding=None, is_missing=True)
+    except StoreError as error:
+        return SectionFile(encoding=None, trouble=error.message)
+    os.close(opened.fd)
+    return SectionFile(encoding=opened.encoding)
 
 
 def may_share(info: SessionInfo) -> bool:

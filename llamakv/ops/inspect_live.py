@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llamakv.engine.contract import MemoryRequest, Scheduler
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.dry_run import LlamaEstimator
+from llamakv.engine.llamacpp.native import api
 from llamakv.engine.memory import CacheKind, ContextMemory, DeviceBuffer, MemoryEstimator
 from llamakv.errors import InterruptedByUser, ModelFileError, NoRoomError
-from llamakv.ops.inspect_model import ModelQuestion, ModelReport, check_model_file, check_size, report_model
+from llamakv.ops.inspect_model import (
+    Limit,
+    ModelQuestion,
+    ModelReport,
+    check_model_file,
+    check_size,
+    default_sizes,
+    limits_of,
+    report_model,
+)
 from llamakv.ops.opening import default_threads
 from llamakv.ops.process_memory import MappedFile, available_bytes, mapped_file, resident_bytes
 from llamakv.ops.requests import Reporter
@@ -21,6 +31,8 @@ from llamakv.store.model_files import parts_of
 AGREES_WITHIN = 0.02
 """How far what was allocated may be from the estimate and still agree with it."""
 
+_IS_CUT = "is not within the file bounds"  # llama.cpp (llama-model-loader.cpp) of tensors behind the end of a file
+_UNQUANTISED = frozenset({"F32", "F16", "BF16"})
 _N_CTX = 4096
 _N_BATCH = 256
 _TEXT = "The quick brown fox jumps over the lazy dog. "
@@ -106,6 +118,14 @@ class LiveReport:
         return (*parts, Compared(name="total", estimated=total[0], allocated=total[1]))
 
     @property
+    def n_beside(self) -> int | None:
+        """What the process had in memory after the batch beside the weights and the context as they are estimated: the
+        program, the vocabulary, the graph, copies of weights. None where parts of them may lie elsewhere (on a GPU), or
+        it had less than what is estimated: not all of it had been used."""
+        n_bytes = self.rss.batch - self.weights_estimate - self.estimate.n_bytes
+        return None if self.n_gpu_layers or n_bytes < self.rss.before else n_bytes
+
+    @property
     def agrees(self) -> bool:
         """Whether weights, context and all together are what was estimated, within 2 %."""
         weights, *parts, total = self.compared
@@ -133,7 +153,7 @@ def measure_live(estimator: MemoryEstimator, question: LiveQuestion, reporter: R
     facts = estimator.facts
     if facts.unknown is not None:
         raise ModelFileError(f"{question.path} cannot be opened: {facts.unknown}", path=str(question.path))
-    n_ctx = question.n_ctx or min(_N_CTX, facts.n_ctx_train or _N_CTX)
+    n_ctx = question.n_ctx or _default_n_ctx(facts.n_ctx_train)
     check_size(n_ctx)
     estimate = estimator.estimate(question.memory, n_ctx=n_ctx, n_parallel=question.n_parallel)
     _check_memory(estimate, facts.weights_bytes or 0)
@@ -212,13 +232,38 @@ def ask_about(
     live: LiveQuestion | None = None,
     on_log: Callable[[str], None] | None = None,
 ) -> tuple[ModelReport, LiveReport | None]:
-    """``report_model`` of a model file and, where ``live`` is given, ``measure_live``. ``on_log`` gets the engine's own
-    log.
+    """``report_model`` of a model file and, where ``live`` is given, ``measure_live``, whose context is among those of
+    the report, and which says what the process takes beside what is estimated. ``on_log`` gets the engine's own log.
 
     Raises:
-        ModelFileError: not a GGUF file, or one whose header is damaged; and as those two.
+        ModelFileError: not a GGUF file, or one that is damaged or cut off; and as those two.
     """
     check_model_file(question.path)
+    limits = limits_of(question.memory_bytes)
     with LlamaEstimator(question.path, on_log=on_log) as estimator:
-        report = report_model(estimator, question, reporter)
-        return report, None if live is None else measure_live(estimator, live, reporter)
+        facts = estimator.facts
+        if facts.unknown is not None and _IS_CUT in facts.unknown:
+            raise ModelFileError(f"{question.path} is damaged or cut off: {facts.unknown}", path=str(question.path))
+        lived = None if live is None else measure_live(estimator, live, reporter)
+        if lived is not None:
+            limits = tuple(_as_measured(limit, lived) for limit in limits)
+            if not question.n_ctx:
+                asked = live.n_ctx if live is not None and live.n_ctx else _default_n_ctx(facts.n_ctx_train)
+                question = replace(question, n_ctx=tuple(sorted({*default_sizes(facts.n_ctx_train), asked})))
+        report = report_model(estimator, question, reporter, limits=limits)
+    return replace(report, may_repack=may_repack(facts.quantisation)), lived
+
+
+def _default_n_ctx(n_ctx_train: int | None) -> int:
+    return min(_N_CTX, n_ctx_train or _N_CTX)
+
+
+def _as_measured(limit: Limit, live: LiveReport) -> Limit:
+    return limit if live.n_beside is None else replace(limit, n_own=live.n_beside, is_live=True)
+
+
+def may_repack(quantisation: str | None) -> bool:
+    """Whether the engine here may keep copies of weights in a layout for this processor: it is built with that, and the
+    model is quantised, or does not say. A dry run does not show them."""
+    with_repack = b" REPACK = 1 " in api.llama_print_system_info()
+    return with_repack and quantisation not in _UNQUANTISED

@@ -53,20 +53,31 @@ class ModelQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """An amount of memory: ``available`` on this machine now, or ``asked`` about. ``n_own`` bytes of it are taken by
-    this program itself, without any model; 0 where they are not in it any more."""
+    """An amount of memory: ``available`` on this machine now, or ``asked`` about.
+
+    ``n_own`` is what the process takes beside weights and context: this program without any model, or, where
+    ``is_live``, all that a process with a model and a context was seen to take beside what is estimated. ``n_held`` of
+    it are taken already, so that they are not among ``n_bytes``.
+    """
 
     name: str
     n_bytes: int
     n_own: int = 0
+    n_held: int = 0
+    is_live: bool = False
+
+    @property
+    def n_room(self) -> int:
+        """What weights and context may take of it."""
+        return self.n_bytes + self.n_held - self.n_own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """The largest context that fits into a ``limit`` beside the weights, in cells; None if not even the smallest does.
 
-    ``n_bytes`` is what it takes in all: weights, context and what of the limit is taken by this program itself; of the
-    smallest context where none fits. ``is_all`` says that it is as large as the model was trained with, for each
+    ``n_bytes`` is what it takes in all: weights, context and the process itself (``Limit.n_own``); of the smallest
+    context where none fits. ``is_all`` says that it is as large as the model was trained with, for each
     sequence, so that more memory brings nothing.
     """
 
@@ -99,7 +110,8 @@ class TypeReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
     """A model file: ``facts`` of it and, for each pair of cache types, what contexts of ``n_ctx`` cells would take.
-    ``types`` is empty where the engine cannot run the model (``facts.unknown``)."""
+    ``types`` is empty where the engine cannot run the model (``facts.unknown``). With ``may_repack`` the engine may
+    keep a copy of some weights in another layout, which only loading them tells."""
 
     path: Path
     file_bytes: int
@@ -108,6 +120,7 @@ class ModelReport:
     n_ctx: tuple[int, ...]
     limits: tuple[Limit, ...]
     types: tuple[TypeReport, ...]
+    may_repack: bool = False
 
 
 def check_model_file(path: Path) -> int:
@@ -116,6 +129,9 @@ def check_model_file(path: Path) -> int:
     Raises:
         ModelFileError: it cannot be read, or is no GGUF file.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise ModelFileError(f"cannot read the model file {path}: it is {what}", path=str(path))
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -127,9 +143,11 @@ def check_model_file(path: Path) -> int:
     return n_bytes
 
 
-def report_model(estimator: MemoryEstimator, question: ModelQuestion, reporter: Reporter) -> ModelReport:
+def report_model(
+    estimator: MemoryEstimator, question: ModelQuestion, reporter: Reporter, *, limits: tuple[Limit, ...] | None = None
+) -> ModelReport:
     """Tell what a model is and what contexts over it would take; nothing is loaded, and nothing is guessed: each figure
-    is the engine's for just that context.
+    is the engine's for just that context. ``limits`` None: those of ``limits_of`` now.
 
     Raises:
         UsageError: a context larger than is possible.
@@ -139,7 +157,7 @@ def report_model(estimator: MemoryEstimator, question: ModelQuestion, reporter: 
     sizes = question.n_ctx or default_sizes(facts.n_ctx_train)
     for n_ctx in sizes:
         check_size(n_ctx)
-    limits = _limits(question.memory_bytes)
+    limits = limits_of(question.memory_bytes) if limits is None else limits
     types: list[TypeReport] = []
     if facts.unknown is None:
         for pair in question.types:
@@ -178,11 +196,13 @@ def check_size(n_ctx: int) -> None:
         )
 
 
-def _limits(memory_bytes: int | None) -> tuple[Limit, ...]:
-    here = Limit(name="available", n_bytes=available_bytes())
+def limits_of(memory_bytes: int | None) -> tuple[Limit, ...]:
+    """What this machine has now and, where it is given, an amount that is asked about."""
+    n_own = resident_bytes()
+    here = Limit(name="available", n_bytes=available_bytes(), n_own=n_own, n_held=n_own)
     if memory_bytes is None:
         return (here,)
-    return here, Limit(name="asked", n_bytes=memory_bytes, n_own=resident_bytes())
+    return here, Limit(name="asked", n_bytes=memory_bytes, n_own=n_own)
 
 
 def _report_type(
@@ -204,15 +224,19 @@ def _report_type(
         per_token = estimator.per_token(memory)
         contexts = tuple(map(estimate, sizes))
         fits = tuple(_fit(estimate, estimator.facts, question.n_parallel, limit) for limit in limits)
-        curve = tuple(map(estimate, _curve_sizes(max(sizes)))) if question.with_curve else ()
+        curve = tuple(map(estimate, _curve_sizes(sizes, estimator.facts))) if question.with_curve else ()
     except (UsageError, EngineError) as error:
         return TypeReport(type_k=pair[0], type_v=pair[1], refused=error.message)
     return TypeReport(type_k=pair[0], type_v=pair[1], per_token=per_token, contexts=contexts, fits=fits, curve=curve)
 
 
-def _curve_sizes(most: int) -> list[int]:
-    sizes = [_N_CURVE_MIN << power for power in range(32) if _N_CURVE_MIN << power < most]
-    return [*sizes, most]
+def _curve_sizes(sizes: Sequence[int], facts: ModelFacts) -> list[int]:
+    """Powers of two up to the largest of some sizes; where there is but one, up to what was trained as well."""
+    ends = {max(sizes)}
+    if len(sizes) == 1:
+        ends.add(min(facts.n_ctx_train or _UNKNOWN_N_CTX, N_CELLS_MOST))
+    powers = {_N_CURVE_MIN << power for power in range(32) if _N_CURVE_MIN << power < max(ends)}
+    return sorted(powers | ends)
 
 
 def _fit(estimate: Callable[[int], ContextMemory], facts: ModelFacts, n_parallel: int, limit: Limit) -> Fit:
@@ -226,7 +250,7 @@ def _fit(estimate: Callable[[int], ContextMemory], facts: ModelFacts, n_parallel
     def takes(n_units: int) -> int:
         return weights + estimate(cells(n_units)).n_bytes
 
-    n_units = largest_that_fits(takes, limit.n_bytes, most=-(-most // _N_UNIT))
+    n_units = largest_that_fits(takes, limit.n_bytes + limit.n_held, most=-(-most // _N_UNIT))
     if n_units == 0:
         return Fit(limit=limit, n_ctx=None, n_bytes=takes(1), is_all=False)
     n_ctx = cells(n_units)

@@ -9,14 +9,17 @@ from pathlib import Path
 from llamakv.engine.contract import ModelInfo
 from llamakv.engine.memory import ContextMemory
 from llamakv.engine.state_sizes import PlannedSection, plan_sections
-from llamakv.errors import StoreError
+from llamakv.errors import NoRoomError, StoreError
+from llamakv.ops.budget import no_room
 from llamakv.ops.keeping import sections_to_keep, without_scraps
 from llamakv.records import MemoryKind, MemorySettings, ModelIdentity, SectionKind, SessionRecord
 from llamakv.store import format
 from llamakv.store.codec import Encoding
 from llamakv.store.objects import N_HEAD
+from llamakv.store.retention import make_room
 from llamakv.store.session_file import SessionInfo, StoredSection
 from llamakv.store.summary import SessionSummary
+from llamakv.store.survey import take_survey
 
 _N_MORE = 64  # bytes that a section which cannot be compressed takes more, beside 1 %: see ``codec.encode``
 
@@ -103,6 +106,28 @@ def measure_stored(store: Path | None, identity: ModelIdentity, settings: Memory
         raw_bytes=sum(session.raw_bytes for session in same),
         stored_bytes=sum(session.stored_bytes for session in same),
     )
+
+
+def measure_session(info: SessionInfo | None) -> Measured | None:
+    """What one session came to; None where there is none, or nothing of it is stored."""
+    if info is None or not info.n_stored_bytes:
+        return None
+    return Measured(n_sessions=1, raw_bytes=info.n_raw_bytes, stored_bytes=info.n_stored_bytes)
+
+
+def budget_error(
+    path: Path, max_bytes: int, n_new: int, *, reused_from: Path | None, overwrite: bool
+) -> NoRoomError | None:
+    """The error of a save to a ``path`` in a store whose budget is too small for ``n_new`` bytes more, whatever else is
+    removed; None where removing sessions that may go makes the room. Nothing is removed."""
+    survey = take_survey(path.parent)
+    is_replaced = overwrite and reused_from != path
+    left = [session for session in survey.sessions if not (is_replaced and session.name == path.stem)]
+    safe = {there.stem for there in (path, reused_from) if there is not None and there.parent == path.parent}
+    if make_room(survey, left, max_bytes, n_new=n_new, safe=safe) is not None:
+        return None
+    staying = [session for session in left if session.lineage.pinned or session.name in safe]
+    return no_room(max_bytes, n_new, survey.n_bytes_of(staying), staying)
 
 
 def stored_sizes(plan: SavePlan, measured: Measured | None, *, in_store: bool) -> list[int] | None:

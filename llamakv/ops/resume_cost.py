@@ -27,13 +27,19 @@ N_IN_FLIGHT = N_AHEAD + 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeMemory:
     """What resuming takes in memory, in bytes, as far as the index tells: ``n_state_bytes`` of state that fill
-    ``n_cells`` cells of the context (which may have more cells than these), the model's file, and at most
-    ``n_reading_bytes`` for sections on their way."""
+    ``n_cells`` cells of the context (which may have more cells than these: when the session was saved it had
+    ``n_ctx``), the model's file, and at most ``n_reading_bytes`` for sections on their way."""
 
+    n_ctx: int
     n_cells: int
     n_state_bytes: int
     n_model_bytes: int
     n_reading_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """All of it; the process takes more: the program, the context's other cells, what a decode call works in."""
+        return self.n_state_bytes + self.n_model_bytes + self.n_reading_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ def resume_memory(info: SessionInfo) -> ResumeMemory:
     """What bringing a session back takes in memory; nothing is read."""
     lengths = [section.n_raw for section in sections_restored(info.sections)]
     return ResumeMemory(
+        n_ctx=info.record.n_ctx,
         n_cells=info.n_cells_held,
         n_state_bytes=sum(lengths),
         n_model_bytes=info.record.identity.n_bytes,

@@ -307,6 +307,12 @@ class _Connection(H11Protocol):
         elif self._deadline is None:
             self._set_deadline()
 
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # begun with a good head: what is said of it now would come after this, and fail
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        super().send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
         super().connection_lost(exc)

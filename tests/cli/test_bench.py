@@ -17,11 +17,12 @@ from llamakv.cli import render
 from llamakv.cli.bench import comparison as bench_comparison
 from llamakv.cli.bench import rows as bench_rows
 from llamakv.cli.bench import tables as bench_tables
-from llamakv.errors import InterruptedByUser, LlamakvError, NoRoomError
+from llamakv.errors import EngineError, InterruptedByUser, LlamakvError, NoRoomError
 from llamakv.ops.bench import run as bench_run
+from llamakv.ops.bench.break_even import break_even_warm
 from llamakv.ops.bench.requests import STRATEGIES, BenchRequest
 from llamakv.ops.bench.result_file import read_result, write_result
-from llamakv.ops.bench.results import BenchResult, BreakEven
+from llamakv.ops.bench.results import BenchResult, BreakEven, LengthTimes, Spread
 from tests.cli import bench_samples as samples
 from tests.cli.conftest import Ran
 
@@ -32,6 +33,7 @@ class Fake:
     def __init__(self) -> None:
         self.parts: list[BenchResult] = [samples.result()]
         self.error: LlamakvError | None = None
+        self.failures: list[tuple[str, LlamakvError]] = []
         self.asked: BenchRequest | None = None
         self.on_part: Callable[[], None] = lambda: None
 
@@ -40,6 +42,8 @@ class Fake:
         for part in self.parts:
             request.on_result(part)
             self.on_part()
+        for failure in self.failures:
+            request.on_failure(*failure)
         if self.error is not None:
             raise self.error
         return self.parts[-1]
@@ -124,6 +128,10 @@ def test_a_text_of_ones_own_is_read(run: Callable[..., Ran], fake: Fake, home: P
         (("--plot", "there.svg"), 11, "'there.svg' already exists"),
         (("--plot", "no/a.svg"), 16, "cannot write 'no': No such file or directory"),
         (("-o", "there.svg"), 11, "'there.svg' already exists"),
+        (("-o", "-"), 2, "--output takes a file, '-' is none"),
+        (("--dir", "none"), 10, "folder 'none' does not exist"),
+        (("--dir", "empty"), 2, "'empty' is not a folder"),
+        (("--compare", "a.json", "b.json", "--dir", "."), 2, "--compare reads two results and measures nothing"),
         (("-o", "."), 2, "'.' is a folder, expected a file"),
         (("-o", "no/a.json"), 16, "cannot write 'no': No such file or directory"),
         (("-o", "a.svg", "--plot", "a.svg"), 2, "both the result and the plot would go to 'a.svg'"),
@@ -208,6 +216,71 @@ def test_a_strategy_that_failed_is_told_and_3(run: Callable[..., Ran], fake: Fak
     assert (shown.status, shown.document["status"]) == (3, "partial")
 
 
+def test_where_nothing_could_be_done_there_are_only_the_errors(run: Callable[..., Ran], fake: Fake) -> None:
+    reasons = (("none", "300 users, a context has 254"), ("hybrid", "no room"))
+    fake.parts = [samples.result(types=(), strategies=samples.strategies(rows=(), failed=reasons))]
+    fake.failures = [("none", NoRoomError(reasons[0][1])), ("hybrid", EngineError(reasons[1][1]))]
+    ran = run("bench", "--users", 300)
+    assert (ran.status, ran.out) == (15, "")
+    assert ran.err.splitlines() == [
+        "error: none could not be measured: 300 users, a context has 254",
+        "error: hybrid could not be measured: no room",
+    ]
+    shown = run("bench", "--users", 300, "--json")
+    assert (shown.status, shown.document["status"]) == (15, "error")
+    assert [error["code"] for error in shown.document["errors"]] == [NoRoomError.code, EngineError.code]
+
+
+def test_a_type_that_failed_shows_its_finished_lengths_and_3(run: Callable[..., Ran], fake: Fake) -> None:
+    nothing = dataclasses.replace(samples.refused("q4_0"), refused=None, failed="ended by SIGABRT")
+    fake.parts = [samples.result(types=(samples.type_result(), samples.cut_short(failed="ended by SIGKILL"), nothing))]
+    ran = run("bench")
+    assert ran.status == 3
+    lines = [" ".join(line.split()) for line in ran.out.splitlines()]
+    assert "q8_0 62 or fewer, measured once not measured" in lines
+    assert "q4_0 failed failed" in lines
+    assert "q8_0 failed: ended by SIGKILL; what was measured before is shown" in lines
+    assert "q4_0 failed: ended by SIGABRT" in lines
+    assert sum(line.startswith("q8_0 ") and line.endswith("×") for line in lines) == 2
+    assert "save 1,000 tokens 45.3 ms –" in lines
+    assert "not supported" not in ran.out
+    rows = list(csv.DictReader(io.StringIO(run("bench", "--csv").out)))
+    assert [row["note"] for row in rows if row["metric"] == "failed"] == ["ended by SIGKILL", "ended by SIGABRT"]
+
+
+def length_of(n_tokens: int, read_s: list[float], resume_s: list[float]) -> LengthTimes:
+    return dataclasses.replace(
+        samples.length(n_tokens), prefill_s=Spread.of(read_s), resume_warm_s=Spread.of(resume_s), resume_cold_s=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        (
+            (length_of(10, [0.5, 1, 1.5], [2, 2, 2.5]), length_of(20, [2.75, 3, 3.5], [1.5, 2, 2.5])),
+            "about 15 (12 – 19)",
+        ),
+        ((length_of(10, [1.5, 2, 3], [1, 1, 1.75]), length_of(20, [4, 4, 4], [1, 1, 1])), "10 or fewer (perhaps 11)"),
+        ((length_of(10, [1, 1, 3], [2, 2, 2]),), "never, up to 10 (perhaps from 10 or fewer)"),
+        ((length_of(10, [1, 3, 3], [2, 2, 2]),), "10 or fewer (perhaps never)"),
+        ((length_of(10, [1], [2]), length_of(20, [3], [2])), "15, measured once"),
+        ((length_of(10, [1, 1], [2, 2]), length_of(20, [3, 3], [2, 2])), "15"),
+    ],
+)
+def test_a_break_even_says_how_certain_it_is(lengths: tuple[LengthTimes, ...], text: str) -> None:
+    row = samples.type_result(lengths=lengths, break_even_warm=break_even_warm(lengths), break_even_cold=None)
+    assert bench_rows.break_even_texts(row)[0] == text
+
+
+def test_where_the_files_are_is_asked_for_and_told(run: Callable[..., Ran], fake: Fake, home: Path) -> None:
+    (home / "disk").mkdir()
+    lines = [" ".join(line.split()) for line in run("bench", "--dir", "disk").out.splitlines()]
+    assert "files in /home/user/.cache/llamakv" in lines
+    assert fake.asked is not None
+    assert fake.asked.work_dir == Path("disk")
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr(render, "width", lambda: columns)
@@ -239,6 +312,12 @@ def test_csv_has_a_line_for_each_number(run: Callable[..., Ran], fake: Fake) -> 
     assert (float(found["least"]), float(found["median"]), float(found["most"])) == (
         length.least, length.median, length.most,
     )  # fmt: skip
+    assert [row["note"] for row in rows if row["metric"] == "break_even_warm"] == ["or fewer"] * 3
+    assert [row["note"] for row in rows if row["metric"] == "break_even_cold"] == [""] * 3
+    work = [(row["users"], row["prefix"], row["question"], row["answer"], row["shared_prefix"]) for row in rows]
+    assert dict(zip((row["of"] for row in rows), work, strict=True)) == {
+        "type": ("",) * 5, "strategy": ("8", "1000", "32", "32", "yes"),
+    }  # fmt: skip
     (refused,) = [row for row in rows if row["metric"] == "refused"]
     assert (refused["name"], refused["median"], refused["note"]) == (
         "q5_1", "", "quantised values need flash attention, which is off",
@@ -257,12 +336,33 @@ def test_json_is_the_result_and_can_be_compared(run: Callable[..., Ran], fake: F
 def test_a_plot_is_drawn_into_a_file_or_below_the_tables(run: Callable[..., Ran], fake: Fake, home: Path) -> None:
     assert run("bench", "--plot", "a.svg").status == 0
     shown = (home / "a.svg").read_text()
-    for text in ("f16: read again", "q8_0/q4_0: resume", "1,000", "cross-process", "Example CPU 3000"):
-        assert text in shown
+    for text in (
+        "f16: read again",
+        "q8_0/q4_0: resume, warm",
+        "1,000",
+        "cross-process",
+        "Example CPU 3000",
+        "mean KL divergence to f16",
+        "q5_1 is not supported",
+        "f16 62 or fewer",
+    ):
+        assert text in shown.replace("\n", " ")
     out = run("bench", "--plot", "-").out
     assert "Does it pay?" in out
     assert out.index("o f16: read again") > out.index("Does it pay?")
     assert "\x1b" not in out
+
+
+def test_a_type_cut_short_is_drawn_without_the_panels_it_has_nothing_for(
+    run: Callable[..., Ran], fake: Fake, home: Path
+) -> None:
+    fake.parts = [samples.result(types=(samples.cut_short("f16", failed="killed"),), strategies=None)]
+    assert run("bench", "--plot", "a.svg").status == 3
+    shown = (home / "a.svg").read_text()
+    assert "Failed before the end: f16." in shown
+    assert "f16: resume, warm" in shown
+    assert "tokens per second" not in shown
+    assert "mean KL" not in shown
 
 
 # ---------------------------------------------------------------- what is kept
@@ -439,6 +539,7 @@ def test_a_comparison_shows_what_differs_first_then_which_is_better(
         "contexts 59.2 MB 90.0 MB 1.52 larger",
         "read again, 1,000 tokens 6.6 s 6.6 s 1.00 the same",
         "users that fit 252 300 1.19 better",
+        "resuming pays from, warm 62 tokens or fewer 62 tokens or fewer 1.00 the same",
     ):
         assert line in lines
     assert lines.index("n_threads 2 4") < lines.index("Cache type f16")
@@ -476,7 +577,7 @@ def test_the_sample_is_whole() -> None:
         field.name
         for row in (result.types[0], result.strategies)
         for field in dataclasses.fields(row)  # type: ignore[arg-type]
-        if getattr(row, field.name) is None and field.name != "refused"
+        if getattr(row, field.name) is None and field.name not in ("refused", "failed")
     ]
     assert empty == []
     assert json.dumps(dataclasses.asdict(result))

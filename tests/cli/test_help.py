@@ -16,8 +16,8 @@ from llamakv.cli import app
 from tests.cli.conftest import Ran
 
 COMMANDS = [
-    "chat", "save", "warm", "load", "fork", "inspect", "bench", "serve", "ls", "rm", "verify", "repair", "compact", "budget",
-    "prune", "gc", "log", "diff", "tag", "note", "pin", "unpin", "mv", "cp", "export", "import",
+    "chat", "save", "warm", "load", "fork", "inspect", "bench", "serve", "ls", "rm", "verify", "repair", "compact",
+    "budget", "prune", "gc", "log", "diff", "tag", "note", "pin", "unpin", "mv", "cp", "export", "import",
 ]  # fmt: skip
 EVERYWHERE = {"--json", "--verbose", "--quiet"}
 OF_A_MODEL = {

@@ -17,7 +17,7 @@ import pytest
 from llamakv.cli.commands.options import ModelInspectGroup
 from llamakv.cli.render.bars import position_bar, share_bar
 from llamakv.ops.requests import MemoryOptions
-from llamakv.store.session_file import change_lineage
+from llamakv.store.session_file import change_lineage, read_session
 from llamakv.store.store_folder import make_store
 from tests.cli.conftest import Ran, command, make_session
 from tests.ops.driver import Driver
@@ -177,13 +177,39 @@ class TestSharing:
 
     def test_memory_is_told_from_the_index(self, run: Run, session: Path) -> None:
         ran = run("inspect", session)
-        assert "4.8 kB of state (599 cells) · 98.0 MB model file · up to 4.8 kB while reading" in ran.out
+        parts = "4.8 kB of state (599 cells) · 98.0 MB model file · up to 4.8 kB while reading"
+        assert f"at least 98.0 MB in all: {parts}; a context has more cells (n_ctx " in ran.out
+        record = read_session(session).record
         assert data_of(run("inspect", session, "--json"))["resume"] == {
+            "n_ctx": record.n_ctx,
             "cells": 599,
+            "bytes": 98_000_000 + 2 * 4792,
             "state_bytes": 4792,
             "model_bytes": 98_000_000,
             "reading_bytes": 4792,
         }
+
+    def test_a_section_that_is_gone_is_missing(self, run: Run, store: Path) -> None:
+        sections = data_of(run("inspect", "one", "--json"))["sections"]
+        assert {(section["missing"], section["encoding"]) for section in sections} == {(False, "planes")}
+        stores.object_of(store, "one", 2).unlink()
+        ran = run("inspect", "one")
+        assert ran.status == 0
+        assert re.search(r"^sections +3 in the store's objects$", ran.out, re.MULTILINE)
+        assert re.search(r"^missing +1 of 4 sections not in the store: 2 · .* cannot be resumed", ran.out, re.MULTILINE)
+        rows = [line.split()[8] for line in ran.out.splitlines() if re.match(r"\d cells", line)]
+        assert rows == ["planes", "planes", "missing", "planes"]
+        assert re.search(r"^2 cells .* missing ", run("inspect", "one", "--sections").out, re.MULTILINE)
+        data = data_of(run("inspect", "one", "--json"))
+        assert data["missing"] is True
+        assert [section["missing"] for section in data["sections"]] == [False, False, True, False]
+
+    def test_a_section_that_cannot_be_read_is_said_to_be(self, run: Run, store: Path) -> None:
+        path = stores.object_of(store, "one", 1)
+        path.write_bytes(path.read_bytes()[:50])
+        out = run("inspect", "one").out
+        assert re.search(r"^unreadable +1 of 4 sections: 1 \(", out, re.MULTILINE)
+        assert re.search(r"^1 cells .* unreadable ", out, re.MULTILINE)
 
     def test_cost_is_measured(self, run: Run, store: Path) -> None:
         out = run("inspect", "one", "--cost").out

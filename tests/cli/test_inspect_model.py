@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -55,7 +56,8 @@ class TestText:
         assert "GB available now  f16" in ran.out
         assert "4.0 GB (--memory)  " in ran.out
         assert "8,192" in ran.out
-        assert "--memory counts this program too: " in ran.out
+        assert "at least: the program takes " in ran.out
+        assert "what fits: the program, weights and the largest context" in ran.out
 
     def test_layers_are_told_one_by_one_where_that_is_asked_for(self, run: Run, models: Models) -> None:
         assert "LAYER" not in run("inspect", models("MH")).out
@@ -67,6 +69,8 @@ class TestText:
         ran = run("inspect", models("M"), "-c", "512", "-ctv", "q4_0", "-ctv", "f16", "--flash-attn", "off")
         assert ran.status == 0
         assert "f16/q4_0  refused" in ran.out
+        none = run("inspect", models("M"), "-c", "512", "-ctv", "q4_0", "--flash-attn", "off")
+        assert "what fits is not told: the engine refuses all these types, see above\n" in none.out
         assert "f16/q4_0 is refused: cache type q4_0 for V needs flash attention\n" in ran.out
         assert [line.split()[1] for line in ran.out.splitlines() if line.lstrip().startswith("512 ")] == ["f16"]
 
@@ -79,6 +83,15 @@ class TestText:
         data = run("inspect", models("M"), "-c", "512", "-ctk", "q8_0", "-ctk", "f16", "--json").document["data"]
         assert [(found["type_k"], found["type_v"]) for found in data["types"]] == [("q8_0", "f16"), ("f16", "f16")]
 
+    def test_weights_that_may_be_repacked_are_at_least(
+        self, run: Run, models: Models, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("llamakv.ops.inspect_live.may_repack", lambda quantisation: True)
+        said = "MB; some may be kept repacked as well: --live tells\n"
+        assert said in run("inspect", models("M"), "-c", "512").out
+        out = run("inspect", models("M"), "-c", "512", "--live", "-t", "1").out
+        assert said not in out
+
     def test_one_branch_is_one(self, run: Callable[..., Ran], models: Callable[[str], Path]) -> None:
         out = run("inspect", models("M"), "-c", "512", "--parallel", "1").out
         assert "for a prefix and 1 branch\n" in out
@@ -89,6 +102,7 @@ class TestText:
         lines = on_terminal("inspect", models("MG"), "--memory", "1GB", *options)
         assert len(lines) > 30
         assert max(map(len, lines)) <= 80
+        assert sum(line.endswith(" each, as trained") for line in lines) == 6
 
     @pytest.mark.parametrize(
         ("indices", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 4, 6, 7], "0-4, 6-7"), ([1, 3, 5], "1, 3, 5")]
@@ -103,7 +117,7 @@ class TestJson:
         assert set(data) == {
             "model", "file_bytes", "architecture", "name", "quantisation", "unknown", "kind", "parameters",
             "weights_bytes", "n_ctx_train", "n_vocab", "n_embd", "n_layer", "n_window", "key_length", "value_length",
-            "latent_length", "layers", "n_parallel", "n_ctx", "limits", "types", "live", "plot",
+            "latent_length", "layers", "n_parallel", "n_ctx", "limits", "may_repack", "types", "live", "plot",
         }  # fmt: skip
         assert (data["architecture"], data["kind"], data["n_layer"], data["n_parallel"]) == (
             "granitehybrid", "hybrid", 3, 2,
@@ -159,11 +173,26 @@ class TestErrors:
         Path("cut.gguf").write_bytes(models("M").read_bytes()[:3000])
         assert run("inspect", "cut.gguf").status == 14
 
+    def test_what_is_no_regular_file_or_is_cut_or_empty_is_14(self, run: Run, models: Models, home: Path) -> None:
+        Path("folder.gguf").mkdir()
+        os.mkfifo("pipe.gguf")
+        Path("empty.gguf").touch()
+        Path("cut.gguf").write_bytes(models("M").read_bytes()[:-100_000])
+        said = [(ran.status, ran.err.split(":")[1].strip()) for name in ("folder", "pipe", "empty", "cut")
+                for ran in (run("inspect", f"{name}.gguf"),)]  # fmt: skip
+        assert said == [
+            (14, "folder.gguf is a folder, not a model file"),
+            (14, "pipe.gguf is a pipe, not a model file"),
+            (14, "empty.gguf is not a GGUF model file"),
+            (14, "cut.gguf is damaged or cut off"),
+        ]
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             (("--memory", "much"), "'much' is not a size (such as 100MB, 20GiB or 1.5G)"),
             (("--memory", "none"), "'none' is not a size"),
+            (("--memory", "16"), "--memory 16 bytes are too few for any model: at least 1,000,000 (1MB)"),
             (("-c", "100000000"), "a context of 100,000,000 cells is larger than any can be"),
             (("-c", "0"), "0 is less than 1"),
             (("-ctk", "q3"), "'q3' is not one of"),
@@ -199,6 +228,20 @@ class TestPlot:
         assert ran.status == 0
         for label in ("f16", "q8_0", "q4_0", "weights alone"):
             assert label in ran.out[ran.out.index("memory by context length") :]
+
+    def test_the_plot_names_scale_branches_and_limits(
+        self, run: Run, models: Models, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out = run("inspect", models("M"), "-c", "512", "--parallel", "3", "--memory", "200MB", "--plot", "-").out
+        plot = out[out.index("memory by context length") :]
+        assert "a prefix and 3 branches\n" in plot
+        assert "right: context, tokens (logarithmic)\n" in plot
+        assert "GB available now" in plot
+        assert "8,192" in plot
+        assert "MiB" not in plot
+        monkeypatch.setattr("llamakv.ops.inspect_model.resident_bytes", lambda: 90_000_000)
+        near = run("inspect", models("M"), "--memory", "100MB", "--plot", "-").out
+        assert "100 MB (--memory)" in near[near.index("memory by context length") :]
 
     def test_nothing_is_drawn_of_what_is_unknown(self, run: Run, models: Models, tmp_path: Path) -> None:
         ran = run("inspect", unknown_model(models, tmp_path / "new.gguf"), "--plot", "-")
@@ -237,6 +280,19 @@ class TestSaveEstimate:
         assert run("save", "--estimate", "-f", "longer.txt", "other", "--no-reuse", "--json").document["data"][
             "reused"
         ] == 0  # fmt: skip
+
+    def test_too_little_room_is_told_and_ends_as_the_save_would(
+        self, run: Run, model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("llamakv.ops.estimate._free_bytes", lambda folder: 1_000)
+        ran = run("save", "--estimate", "-f", "text.txt", "text", "--compress", "none")
+        assert ran.status == 16
+        assert re.search(r"^room +not enough: needs \d+ kB, 1\.0 kB free on the disk$", ran.out, re.MULTILINE)
+        assert ran.err.startswith("error: not enough room for ")
+        assert "may not be enough: needs at most " in run("save", "--estimate", "-f", "text.txt", "text").out
+        told = run("save", "--estimate", "-f", "text.txt", "text", "--json")
+        assert (told.status, told.document["data"]["is_enough_room"]) == (16, False)
+        assert run("save", "--estimate", "-f", "text.txt", "no/such/text.bin").status == 16
 
     def test_it_refuses_what_the_save_refuses(self, run: Run, model: Path, models: Models, home: Path) -> None:
         run("save", "-f", "text.txt", "text", "-t", "1")

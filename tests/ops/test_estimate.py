@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llamakv.engine.llamacpp.unloaded import UnloadedModel
-from llamakv.errors import EngineError, ExistsError, ModelFileError, NoRoomError, UsageError
+from llamakv.errors import EngineError, ExistsError, ModelFileError, NoRoomError, UsageError, WriteError
+from llamakv.ops import estimate as estimate_module
 from llamakv.ops.budget import Budget, set_budget
 from llamakv.ops.estimate import SaveEstimate, estimate_save
 from llamakv.ops.requests import MemoryOptions, Reporter, ResumeOptions, SaveRequest
@@ -161,6 +163,42 @@ class TestOnDisk:
         assert told.store_bytes == saved.n_file_bytes + saved.n_stored_bytes
         assert told.free_bytes > 0
         assert estimate(dense, root.parent / "c.bin", LONGER).budget_bytes is None
+
+
+class TestRoom:
+    def test_a_session_that_is_extended_says_how_far_it_compresses(self, dense: Driver, tmp_path: Path) -> None:
+        saved = dense.save(tmp_path / "a.bin", TEXT).saved.info
+        told = estimate(dense, tmp_path / "a.bin", LONGER, store=tmp_path / "store")
+        assert told.measured is not None
+        assert (told.measured.n_sessions, told.measured.stored_bytes) == (1, saved.n_stored_bytes)
+
+    @pytest.mark.parametrize(("compress", "most"), [("auto", "at most "), ("none", "")])
+    def test_a_disk_that_is_too_small_is_said_to_be(
+        self, dense: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: str, most: str
+    ) -> None:
+        monkeypatch.setattr(estimate_module, "_free_bytes", lambda folder: 1_000)
+        shortage = estimate(dense, tmp_path / "a.bin", TEXT, compress=compress).shortage
+        assert isinstance(shortage, WriteError)
+        assert re.search(rf"it needs {most}\d+ kB, 1\.0 kB are free", shortage.message)
+
+    def test_a_budget_is_too_small_as_for_the_save(self, dense: Driver, root: Path) -> None:
+        dense.save(resolve_for_writing(root, "one"), TEXT, name="one", raw=True)
+        set_budget(root, max_bytes=150_000, ttl_s=None)
+        more = {"name": "c", "budget": Budget(), "raw": True}
+        shortage = estimate(dense, root / "c.bin", "Other. " * 300, **more).shortage
+        with pytest.raises(NoRoomError) as refused:
+            dense.save(root / "c.bin", "Other. " * 300, **more)
+        assert isinstance(shortage, NoRoomError)
+        assert shortage.message.split(" for ")[0] == refused.value.message.split(" for ")[0]
+        assert estimate(dense, root / "c.bin", "Other.", **more).shortage is None
+
+    def test_a_missing_folder_is_refused_as_the_save_refuses_it(self, dense: Driver, tmp_path: Path) -> None:
+        errors = []
+        for ask in (estimate, Driver.save):
+            with pytest.raises(WriteError) as caught:
+                ask(dense, tmp_path / "no" / "a.bin", TEXT)
+            errors.append((caught.value.message, caught.value.hint))
+        assert errors[0] == errors[1]
 
 
 class TestMemory:

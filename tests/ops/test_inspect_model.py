@@ -28,8 +28,8 @@ from llamakv.engine.memory import (
 )
 from llamakv.errors import EngineError, InterruptedByUser, ModelFileError, NoRoomError, UsageError
 from llamakv.ops import inspect_live, inspect_model
-from llamakv.ops.inspect_live import Compared, LiveQuestion, ask_about, measure_live
-from llamakv.ops.inspect_model import ModelQuestion, default_sizes, largest_that_fits, report_model
+from llamakv.ops.inspect_live import Compared, LiveQuestion, ask_about, may_repack, measure_live
+from llamakv.ops.inspect_model import ModelQuestion, default_sizes, largest_that_fits, limits_of, report_model
 from llamakv.ops.process_memory import resident_bytes
 from llamakv.ops.requests import Reporter
 from tests.models import writer
@@ -98,11 +98,11 @@ class TestReport:
         ]
         assert [found.per_token.kv_bytes_per_token for found in report.types if found.per_token] == [4, 2]
 
-    def test_what_fits_counts_the_weights_and_stops_at_what_was_trained(self, file: Path) -> None:
+    def test_what_fits_counts_program_and_weights_and_stops_at_what_was_trained(self, file: Path) -> None:
         question = ModelQuestion(path=file, n_ctx=(256,), types=(("f16", "f16"), ("q8_0", "q8_0")))
         wide, narrow = (found.fits[0] for found in report_model(FakeEstimator(), question, Reporter()).types)
-        assert (wide.n_ctx, wide.n_bytes, wide.is_all) == (1792, 1000 + 110 + 4 * 1792, False)
-        assert (narrow.n_ctx, narrow.n_bytes, narrow.is_all) == (3840, 1000 + 110 + 2 * 3840, False)
+        assert (wide.n_ctx, wide.n_bytes, wide.is_all) == (1792, 500 + 1000 + 110 + 4 * 1792, False)
+        assert (narrow.n_ctx, narrow.n_bytes, narrow.is_all) == (3840, 500 + 1000 + 110 + 2 * 3840, False)
         roomy = replace(FACTS, n_ctx_train=1000)
         report = report_model(FakeEstimator(roomy), replace(question, types=(("f16", "f16"),)), Reporter())
         assert (report.types[0].fits[0].n_ctx, report.types[0].fits[0].is_all) == (1000, True)
@@ -110,12 +110,9 @@ class TestReport:
     def test_a_size_that_was_asked_about_counts_the_program_too(self, file: Path) -> None:
         question = ModelQuestion(path=file, n_ctx=(256,), types=(("f16", "f16"),), memory_bytes=2_700)
         here, asked = report_model(FakeEstimator(), question, Reporter()).types[0].fits
-        assert (here.limit.name, here.limit.n_own, asked.limit.name, asked.limit.n_own) == (
-            "available",
-            0,
-            "asked",
-            500,
-        )
+        assert (here.limit.name, here.limit.n_own, here.limit.n_held) == ("available", 500, 500)
+        assert (asked.limit.name, asked.limit.n_own, asked.limit.n_held) == ("asked", 500, 0)
+        assert (here.limit.n_room, asked.limit.n_room) == (9_301, 2_200)
         assert (asked.n_ctx, asked.n_bytes) == (256, 500 + 1000 + 110 + 1024)
 
     def test_where_nothing_fits_it_says_what_the_smallest_takes(self, file: Path) -> None:
@@ -147,10 +144,29 @@ class TestReport:
             report_model(estimator, ModelQuestion(path=file, n_ctx=(2**24 + 1,)), Reporter())
         assert estimator.asked == []
 
-    def test_the_curve_ends_with_the_largest_size(self, file: Path) -> None:
-        question = ModelQuestion(path=file, n_ctx=(3000,), types=(("f16", "f16"),), with_curve=True)
+    @pytest.mark.parametrize(
+        ("n_ctx", "drawn"),
+        [
+            ((256, 3000), [512, 1024, 2048, 3000]),
+            ((512,), [512, 1024, 2048, 4096]),
+            ((3000,), [512, 1024, 2048, 3000, 4096]),
+            ((6000,), [512, 1024, 2048, 4096, 6000]),
+        ],
+    )
+    def test_the_curve_ends_with_the_largest_size_and_one_size_alone_is_no_curve(
+        self, file: Path, n_ctx: tuple[int, ...], drawn: list[int]
+    ) -> None:
+        question = ModelQuestion(path=file, n_ctx=n_ctx, types=(("f16", "f16"),), with_curve=True)
         curve = report_model(FakeEstimator(), question, Reporter()).types[0].curve
-        assert [context.n_ctx for context in curve] == [512, 1024, 2048, 3000]
+        assert [context.n_ctx for context in curve] == drawn
+
+    def test_what_a_live_process_took_counts_instead_of_the_program_alone(self, file: Path) -> None:
+        question = ModelQuestion(path=file, n_ctx=(256,), types=(("f16", "f16"),))
+        here, asked = limits_of(9_500)
+        limits = tuple(replace(limit, n_own=1_500, is_live=True) for limit in (here, asked))
+        fits = report_model(FakeEstimator(), question, Reporter(), limits=limits).types[0].fits
+        # 9,301 available and 500 that are held already; 9,500 in all
+        assert [(fit.n_ctx, fit.n_bytes) for fit in fits] == [(1792, 9778), (1536, 8754)]
 
     def test_it_can_be_interrupted(self, file: Path) -> None:
         with pytest.raises(InterruptedByUser):
@@ -297,6 +313,48 @@ def test_loading_can_be_interrupted(models: Callable[[str], Path]) -> None:
 def test_two_percent_are_the_limit(estimated: int, allocated: int, difference: float, agrees: bool) -> None:
     part = Compared(name="compute", estimated=estimated, allocated=allocated)
     assert (part.difference, part.agrees) == (pytest.approx(difference), agrees)
+
+
+def test_live_figures_correct_what_fits_and_the_context_that_was_opened_is_a_row(models: Callable[[str], Path]) -> None:
+    question = ModelQuestion(path=models("M"), types=(("f16", "f16"),))
+    live = LiveQuestion(path=models("M"), memory=MemoryRequest(), n_threads=1)
+    report, lived = ask_about(question, Reporter(), live=live)
+    assert lived is not None
+    assert report.n_ctx == (512, 2048, 4096, 8192)
+    assert report.types[0].contexts[2] == lived.estimate
+    (limit,) = report.limits
+    beside = lived.rss.batch - lived.weights_estimate - lived.estimate.n_bytes
+    if beside >= lived.rss.before:
+        assert (lived.n_beside, limit.n_own, limit.is_live) == (beside, beside, True)
+    else:
+        assert (lived.n_beside, limit.is_live) == (None, False)
+    assert replace(lived, n_gpu_layers=1).n_beside is None
+
+
+@pytest.mark.parametrize(
+    ("built", "quantisation", "may"),
+    [
+        (b"CPU : AVX2 = 1 | REPACK = 1 | ", "Q4_K - Medium", True),
+        (b"CPU : AVX2 = 1 | REPACK = 1 | ", None, True),
+        (b"CPU : AVX2 = 1 | REPACK = 1 | ", "F16", False),
+        (b"CPU : AVX2 = 1 | ", "Q4_0", False),
+    ],
+)
+def test_weights_may_be_repacked_where_the_engine_can_and_they_are_quantised(
+    monkeypatch: pytest.MonkeyPatch, built: bytes, quantisation: str | None, may: bool
+) -> None:
+    monkeypatch.setattr(inspect_live.api, "llama_print_system_info", lambda: built)
+    assert may_repack(quantisation) is may
+
+
+@pytest.mark.parametrize("n_missing", [1, 100_000])
+def test_a_file_that_is_shorter_than_its_tensors_is_refused(
+    models: Callable[[str], Path], tmp_path: Path, n_missing: int
+) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(models("M").read_bytes().rstrip(b"\0")[:-n_missing])
+    with pytest.raises(ModelFileError, match=r"cut\.gguf is damaged or cut off: .* not within the file bounds"):
+        ask_about(ModelQuestion(path=path), Reporter())
 
 
 def test_resident_memory_is_that_of_this_process() -> None:

@@ -269,6 +269,11 @@ class Client:
             await asyncio.sleep(0.05)
         raise AssertionError(f"still at work: {counts}")
 
+    async def wait_until_saved(self, n_tokens: int) -> None:
+        """Wait until all conversations of at least so many tokens are in the store."""
+        while not all(line["is_saved"] or line["n_tokens"] < n_tokens for line in await self.sessions()):
+            await asyncio.sleep(0.1)
+
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict]:
     async for line in response.aiter_lines():

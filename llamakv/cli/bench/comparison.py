@@ -10,7 +10,7 @@ from llamakv.cli.bench.tables import Table
 from llamakv.cli.output import Json, to_json
 from llamakv.cli.plots.scales import value_text
 from llamakv.ops.bench.compare import Comparison, Pair, Verdict
-from llamakv.ops.bench.measures import Unit
+from llamakv.ops.bench.measures import Measure, Unit
 
 _METRICS = {
     "break_even_warm": "resuming pays from, warm",
@@ -83,6 +83,8 @@ def _shown(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if value is None:
+        return "not known"
     if isinstance(value, tuple):
         return ", ".join(map(_shown, value))
     return str(value)
@@ -94,7 +96,8 @@ def _group_table(of: str, name: str, pairs: Sequence[Pair]) -> Table:
     return Table(
         title=f"{'Cache type' if of == 'type' else 'Strategy'} {name}",
         sentence="Medians. B / A: 2.00 means that B has twice as much, or takes twice as long. Unclear: the ranges of "
-        "the repeats overlap, or there are too few of them.",
+        "the repeats overlap, or there are too few of them. The same: also memory and files that differ by less than "
+        "1 %.",
         headings=("METRIC", "A", "B", "B / A", "B IS"),
         rows=tuple(_row(pair) for pair in shown),
     )
@@ -106,14 +109,19 @@ def _row(pair: Pair) -> tuple[str, ...]:
     ratio = pair.b_over_a
     return (
         _METRICS.get(a.metric, a.metric) + length,
-        _value(a.median, a.unit),
-        _value(b.median, b.unit),
+        _value(a),
+        _value(b),
         "" if ratio is None else f"{ratio:.2f}",
         _verdict(pair),
     )
 
 
-def _value(value: float, unit: Unit) -> str:
+def _value(measure: Measure) -> str:
+    text = _number(measure.median, measure.unit)
+    return f"{text} or fewer" if measure.is_at_most else text
+
+
+def _number(value: float, unit: Unit) -> str:
     if not math.isfinite(value):
         return "never" if unit == "tokens" and value > 0 else str(value)
     if unit == "bytes":
@@ -144,9 +152,12 @@ def comparison_json(found: Comparison) -> dict[str, Json]:
     for pair in found.pairs:
         a, b = pair.a, pair.b
         sides = {
-            side: {"runs": each.n_runs, "least": each.least, "median": each.median, "most": each.most}
+            side: {
+                "runs": each.n_runs, "least": each.least, "median": each.median, "most": each.most,
+                **({"at_most": each.is_at_most} if each.unit == "tokens" else {}),
+            }
             for side, each in (("a", a), ("b", b))
-        }
+        }  # fmt: skip
         pairs.append(
             {
                 "of": a.of, "name": a.name, "n_tokens": a.n_tokens, "metric": a.metric, "unit": a.unit,

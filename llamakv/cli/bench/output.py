@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ class Target:
         self._is_ours = False
         self._warned = False
         self._last: BenchResult | None = None
+        self._failures: list[LlamakvError] = []
 
     def check(self) -> None:
         """Find out what can be, before anything is measured.
@@ -58,6 +60,8 @@ class Target:
         Raises:
             UsageError, ExistsError, WriteError: a file cannot be written as it was asked for.
         """
+        if str(self._file) == "-":
+            raise UsageError("--output takes a file, '-' is none", hint="--json writes the result to standard output")
         if self._file is not None:
             check_place(self._file, overwrite=self._overwrite)
         if self._plot is None:
@@ -83,6 +87,12 @@ class Target:
             if not self._warned:
                 self._output.warning(f"{error.message}; going on")
             self._warned = True
+
+    def fail(self, name: str, error: LlamakvError) -> None:
+        """Take why a row could not be measured."""
+        named = copy.copy(error)
+        named.message = f"{name} could not be measured: {error.message}"
+        self._failures.append(named)
 
     def deliver(self, measure: Callable[[Reporter], BenchResult]) -> int:
         """Measure, then show and keep the result: also of a run that was interrupted or failed, what there is of it.
@@ -115,24 +125,30 @@ class Target:
 
     def _conclude(self, result: BenchResult, failure: LlamakvError | None) -> int:
         errors = self._keep_all(result)
-        has_failed = bool(result.strategies is not None and result.strategies.failed)
+        has_failed = _has_failed(result)
+        is_nothing_done = bool(self._failures) and not _is_anything_measured(result)
+        if is_nothing_done:
+            errors = [*self._failures, *(error for error in errors if not isinstance(error, UsageError))]
         if failure is not None:
             errors.append(failure)
         elif result.interrupted:
             ending = self._output.interrupts.ending
-            told = "what was measured is shown" if result.types or result.strategies else "nothing was measured"
+            told = "what was measured is shown" if _is_anything_measured(result) else "nothing was measured"
             errors.append(InterruptedByUser(f"interrupted; {told}", status=130) if ending is None else ended(ending))
         if self._form == "json":
-            status = "partial" if errors or has_failed else "ok"
+            status = "error" if is_nothing_done else "partial" if errors or has_failed else "ok"
             self._output.document(to_json(result_json(result)), status=status, errors=list(map(error_json, errors)))
         else:
-            self._output.write_styled(shown(result, self._form))
+            if not is_nothing_done or self._form == "csv":
+                self._output.write_styled(shown(result, self._form))
             if self._is_plot_shown:
                 self._show_plot(result)
             for error in errors:
                 self._output.show(error)
             if self._file is not None and not any(isinstance(error, WriteError | ExistsError) for error in errors):
                 self._output.note(f"kept in {self._file}")
+        if is_nothing_done and failure is None and not result.interrupted:
+            return exit_status(self._failures[0])
         if errors:
             return exit_status(errors[-1])
         return PARTLY_DONE if has_failed else 0
@@ -168,6 +184,16 @@ class Target:
 
         for panel in bench_plots.result_panels(result):
             self._output.write_styled("\n" + plots.terminal_plot(panel, render.width()))
+
+
+def _is_anything_measured(result: BenchResult) -> bool:
+    has_strategies = result.strategies is not None and bool(result.strategies.rows)
+    return has_strategies or any(row.is_measured or row.refused is not None for row in result.types)
+
+
+def _has_failed(result: BenchResult) -> bool:
+    has_strategy = result.strategies is not None and bool(result.strategies.failed)
+    return has_strategy or any(row.failed is not None for row in result.types)
 
 
 def shown(result: BenchResult, form: Form) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llamakv.cli import render
 from llamakv.cli.bench.tables import Table
 from llamakv.cli.plots.scales import value_text
+from llamakv.ops.bench.break_even import Noise, noise_cold, noise_warm
 from llamakv.ops.bench.results import BenchResult, BreakEven, LengthTimes, Spread, StrategiesResult, TypeResult
 
 NOTHING = "–"
@@ -30,7 +31,7 @@ def result_tables(result: BenchResult) -> list[Table]:
     tables = []
     if result.types:
         tables.append(_break_even_table(result.types))
-    measured = [row for row in result.types if row.refused is None]
+    measured = [row for row in result.types if row.is_measured]
     if measured:
         tables += [_types_table(measured), _lengths_table(measured)]
     if result.strategies is not None and (result.strategies.rows or result.strategies.failed):
@@ -56,7 +57,9 @@ def result_facts(result: BenchResult) -> list[tuple[str, str]]:
         ("measured", f"{times} after a warm-up that does not count · {render.count(result.n_threads, 'thread')} · took "
                      f"{render.seconds(result.elapsed_s)}"),
     ]  # fmt: skip
-    if result.types:
+    if result.work_dir is not None:
+        facts.append(("files in", result.work_dir))
+    if any(row.is_measured for row in result.types):
         facts.append(("page cache", _page_cache([length for row in result.types for length in row.lengths])))
     if result.interrupted:
         facts.append(("interrupted", "some of it is missing"))
@@ -81,32 +84,60 @@ def _page_cache(lengths: Sequence[LengthTimes]) -> str:
 
 
 def _break_even_table(types: Sequence[TypeResult]) -> Table:
-    longest = max((length.n_tokens for row in types for length in row.lengths), default=0)
-    rows = tuple(
-        (
-            row.label,
-            *(("not supported",) * 2 if row.refused is not None else (
-                _break_even(row.break_even_warm, longest), _break_even(row.break_even_cold, longest)
-            )),
-        )
-        for row in types
-    )  # fmt: skip
+    rows = tuple((row.label, *break_even_texts(row)) for row in types)
+    has_range = any("(" in cell for row in rows for cell in row[1:])
+    ranges = (
+        " In brackets: between which the fastest and the slowest of the repeats would have it." if has_range else ""
+    )
     return Table(
         title="Does it pay? Resuming is faster than reading again from this many tokens on",
         sentence="Warm: the session file is in the page cache, as when it was saved or used a short while ago. Cold: "
-        "it has to come from the disk.",
+        f"it has to come from the disk.{ranges}",
         headings=("CACHE TYPE", "WARM", "COLD"),
         rows=rows,
-        notes=tuple(f"{row.label} is not supported: {row.refused}" for row in types if row.refused is not None),
+        notes=tuple(note for row in types for note in _missing(row)),
     )
 
 
-def _break_even(found: BreakEven | None, longest: int) -> str:
+def break_even_texts(row: TypeResult) -> tuple[str, str]:
+    """From how many tokens on resuming pays, warm and cold, and how certain that is."""
+    if row.refused is not None:
+        return ("not supported",) * 2
+    if row.failed is not None and not row.is_measured:
+        return ("failed",) * 2
+    longest = row.lengths[-1].n_tokens if row.lengths else 0
+    is_once = all(length.prefill_s.n_runs == 1 for length in row.lengths)
+    return (
+        _break_even(row.break_even_warm, noise_warm(row.lengths), longest, is_once=is_once),
+        _break_even(row.break_even_cold, noise_cold(row.lengths), longest, is_once=is_once),
+    )
+
+
+def _break_even(found: BreakEven | None, noise: Noise | None, longest: int, *, is_once: bool) -> str:
     if found is None:
         return "not measured"
+    text = f"never, up to {longest:,}" if found.n_tokens is None else _tokens(found)
+    if noise is None or noise.least == noise.most:
+        return f"{text}, measured once" if is_once else text
     if found.n_tokens is None:
-        return f"never, up to {longest:,}"
+        return f"{text} (perhaps from {_tokens(noise.least)})"
+    if found.at_most:
+        return f"{text} (perhaps {_tokens(noise.most)})"
+    return f"about {text} ({_tokens(noise.least)} – {_tokens(noise.most)})"
+
+
+def _tokens(found: BreakEven) -> str:
+    if found.n_tokens is None:
+        return "never"
     return f"{found.n_tokens:,} or fewer" if found.at_most else f"{found.n_tokens:,}"
+
+
+def _missing(row: TypeResult) -> Iterator[str]:
+    if row.refused is not None:
+        yield f"{row.label} is not supported: {row.refused}"
+    if row.failed is not None:
+        rest = "; what was measured before is shown" if row.is_measured else ""
+        yield f"{row.label} failed: {row.failed}{rest}"
 
 
 def _types_table(types: Sequence[TypeResult]) -> Table:
@@ -123,11 +154,11 @@ def _types_table(types: Sequence[TypeResult]) -> Table:
         ("prompt speed, tokens/s", lambda row: _speed(row.prompt_tokens_per_s)),
         ("generation speed, tokens/s", lambda row: _speed(row.decode_tokens_per_s)),
         (f"fork to {n_branches}", lambda row: _time(row.fork_s)),
-        (f"save {text}", lambda row: _of_last(row, lambda length: _time(length.save_s))),
-        ("session file", lambda row: _of_last(row, lambda length: _size(length.file_bytes))),
-        (f"read {text} again", lambda row: _of_last(row, lambda length: _time(length.prefill_s))),
-        ("resume instead, warm", lambda row: _of_last(row, lambda length: _time(length.resume_warm_s))),
-        ("resume instead, cold", lambda row: _of_last(row, lambda length: _time(length.resume_cold_s))),
+        (f"save {text}", lambda row: _of_last(row, longest, lambda length: _time(length.save_s))),
+        ("session file", lambda row: _of_last(row, longest, lambda length: _size(length.file_bytes))),
+        (f"read {text} again", lambda row: _of_last(row, longest, lambda length: _time(length.prefill_s))),
+        ("resume instead, warm", lambda row: _of_last(row, longest, lambda length: _time(length.resume_warm_s))),
+        ("resume instead, cold", lambda row: _of_last(row, longest, lambda length: _time(length.resume_cold_s))),
         ("output: mean KL to f16, nats", lambda row: NOTHING if row.output is None else f"{row.output.mean_kl:.4f}"),
         ("output: largest KL, nats", lambda row: NOTHING if row.output is None else f"{row.output.most_kl:.3f}"),
         (
@@ -153,8 +184,9 @@ def _types_table(types: Sequence[TypeResult]) -> Table:
     )
 
 
-def _of_last(row: TypeResult, tell: Callable[[LengthTimes], str]) -> str:
-    return tell(row.lengths[-1]) if row.lengths else NOTHING
+def _of_last(row: TypeResult, longest: int, tell: Callable[[LengthTimes], str]) -> str:
+    """Of the longest text, where this type came to it."""
+    return next((tell(length) for length in row.lengths if length.n_tokens == longest), NOTHING)
 
 
 def _lengths_table(types: Sequence[TypeResult]) -> Table:

@@ -13,7 +13,7 @@ from llamakv.cli.commands.grouping import takes_options
 from llamakv.cli.commands.options import CACHE_TYPES, MEMORY, MODEL, OUTPUT, MemoryGroup, ModelGroup, memory_size
 from llamakv.cli.commands.values import lora, offers, one_of, whole
 from llamakv.cli.output import Output
-from llamakv.errors import UsageError, WriteError
+from llamakv.errors import NotFoundError, UsageError, WriteError
 
 if TYPE_CHECKING:
     from llamakv.cli.bench import output as bench_output
@@ -199,6 +199,12 @@ class ResultGroup:
         int | None,
         _number(RUN, "--repeats", 1, 1000, f"Times to measure, after one that does not count (default: {N_REPEATS})."),
     ] = None
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", rich_help_panel=RUN,
+                     help="Folder for session files while they are measured; its disk decides what cold means "
+                          "(default: the cache folder)."),
+    ] = None  # fmt: skip
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option("--compare", metavar="A B", rich_help_panel=RUN, show_default=False,
@@ -249,12 +255,12 @@ def bench(
     _check_options(types, strategies)
     target = bench_output.Target(output, form, result_file=result.output_file, plot=result.plot, overwrite=result.force)
     target.check()
-    text = _text(model.file)
+    work_dir, text = _work_dir(result.folder), _text(model.file)
 
     def measure(reporter: Reporter) -> BenchResult:
         from llamakv.ops.bench.run import run_bench
 
-        return run_bench(_request(output, model, memory, types, strategies, result, text, reporter, target))
+        return run_bench(_request(output, model, memory, types, strategies, result, work_dir, text, reporter, target))
 
     status = target.deliver(measure)
     if status:
@@ -272,7 +278,7 @@ def _check_comparison(
     result: ResultGroup,
 ) -> None:
     groups = (model == BenchModelGroup(), memory == BenchMemoryGroup(), types == TypesGroup())
-    others = (result.repeats, result.output_file, result.plot)
+    others = (result.repeats, result.folder, result.output_file, result.plot)
     if not all(groups) or strategies != StrategiesGroup() or any(value is not None for value in others):
         raise UsageError(
             "--compare reads two results and measures nothing: it goes with --json, --markdown and --csv only",
@@ -311,6 +317,7 @@ def _request(
     types: TypesGroup,
     strategies: StrategiesGroup,
     result: ResultGroup,
+    work_dir: Path,
     text: str | None,
     reporter: Reporter,
     target: bench_output.Target,
@@ -330,9 +337,10 @@ def _request(
         types=None if strategies.users is not None and types.types is None else _types_request(types, memory),
         strategies=None if strategies.users is None else _strategies_request(strategies, strategies.users),
         text=text,
-        work_dir=_work_dir(),
+        work_dir=work_dir,
         reporter=reporter,
         on_result=target.keep,
+        on_failure=target.fail,
     )
 
 
@@ -368,8 +376,14 @@ def _strategies_request(strategies: StrategiesGroup, n_users: int) -> Strategies
     )
 
 
-def _work_dir() -> Path:
+def _work_dir(asked: Path | None) -> Path:
     """Where session files lie while they are measured: on the disk that sessions are kept on, as a rule."""
+    if asked is not None:
+        if not asked.exists():
+            raise NotFoundError(f"folder '{asked}' does not exist", path=str(asked))
+        if not asked.is_dir():
+            raise UsageError(f"'{asked}' is not a folder", path=str(asked))
+        return asked
     folder = config.cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from llamakv.cli.commands.inspect_session import SessionInspectGroup, inspect_se
 from llamakv.cli.commands.options import ModelInspectGroup, StoreGroup, complete_session
 from llamakv.cli.commands.store_report import inspect_store
 from llamakv.cli.output import Output
-from llamakv.errors import NotFoundError, UsageError
+from llamakv.errors import ModelFileError, NotFoundError, UsageError
 
 _GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
 _OF_BOTH = frozenset({"layers", "plot", "force"})
@@ -91,6 +91,9 @@ def _is_model(ref: str) -> bool:
     """Whether an argument is a model file: by its name, or by how it begins."""
     path = Path(ref)
     try:
+        if path.suffix.lower() == _GGUF and (path.is_dir() or path.is_fifo()):
+            what = "a folder" if path.is_dir() else "a pipe"
+            raise ModelFileError(f"{ref} is {what}, not a model file", path=ref)
         if not path.is_file():
             return False
         if path.suffix.lower() == _GGUF:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from llamakv.ops.inspect_model import Fit, Limit, ModelQuestion, ModelReport, TypeReport
 
 _IN_TERMINAL = "-"
+_LEAST_MEMORY = 1_000_000  # less is a number without its unit
+_ON_PLOT = 1.5
+"""How far above the largest context a limit may be to be drawn: further up it would flatten all the lines."""
 
 
 def inspect_model(output: Output, path: Path, ask: ModelInspectGroup) -> None:
@@ -27,6 +30,7 @@ def inspect_model(output: Output, path: Path, ask: ModelInspectGroup) -> None:
         ModelFileError: it is no GGUF file, or cannot be opened where that was asked for.
         UsageError: a context larger than any can be, or options that exclude each other.
     """
+    _check_memory(ask)
     _check_plot(output, ask)
     if not path.exists():
         raise NotFoundError(f"the model file {path} does not exist", path=str(path))
@@ -47,13 +51,23 @@ def inspect_model(output: Output, path: Path, ask: ModelInspectGroup) -> None:
     if output.json:
         output.document(_report_json(report, lived, plot=ask.plot))
         return
-    model_report.write_report(output, report, with_layers=ask.layers)
+    model_report.write_report(output, report, with_layers=ask.layers, is_live=lived is not None)
     if lived is not None:
         model_report.write_live(output, lived)
     if ask.plot == _IN_TERMINAL:
         _show_plot(output, report)
     elif ask.plot is not None:
         output.note(f"drawn: {ask.plot}")
+
+
+def _check_memory(ask: ModelInspectGroup) -> None:
+    if ask.memory is not None and ask.memory < _LEAST_MEMORY:
+        raise UsageError(
+            f"--memory {ask.memory:,} bytes are too few for any model: at least {_LEAST_MEMORY:,} (1MB)",
+            hint=f"--memory {ask.memory}GB",
+            memory=ask.memory,
+            limit=_LEAST_MEMORY,
+        )
 
 
 def _question(path: Path, ask: ModelInspectGroup) -> ModelQuestion:
@@ -111,7 +125,9 @@ def _check_can_be_drawn(report: ModelReport) -> None:
 
 
 def _chart(report: ModelReport) -> Chart:
-    """What contexts take, weights included, against their length; and the weights alone."""
+    """What contexts take, weights included, against their length; the weights alone; and the limits, less what the
+    process itself takes, where they are near enough."""
+    from llamakv.cli.commands.model_report import limit_text
     from llamakv.cli.plots import Chart, Series
 
     drawn = [found for found in report.types if found.curve]
@@ -125,11 +141,16 @@ def _chart(report: ModelReport) -> Chart:
         for found in drawn
     ]
     xs = lines[0].xs
+    top = max(y for line in lines for y in line.ys)
+    shown = [limit for limit in report.limits if 0 < limit.n_room <= _ON_PLOT * top]
+    beyond = [limit for limit in report.limits if limit.n_room > _ON_PLOT * top]
+    flat = [("weights alone", weights), *((f"{limit_text(limit)}, less the program", limit.n_room) for limit in shown)]
+    sequences = f", {model_report.sharing_of(report.n_parallel)}" if report.n_parallel else ""
     return Chart(
-        title=f"{report.facts.name}: memory by context length and cache type",
-        x_label="context, tokens",
-        y_label="memory",
-        series=[*lines, Series(label="weights alone", xs=xs, ys=[weights] * len(xs))],
+        title=f"{report.facts.name}: memory by context length and cache type{sequences}",
+        x_label="context, tokens (logarithmic)",
+        y_label="memory" + "".join(f" · beyond the top: {limit_text(limit)}" for limit in beyond),
+        series=[*lines, *(Series(label=label, xs=xs, ys=[y] * len(xs)) for label, y in flat)],
         x_scale="log2",
         y_unit="bytes",
     )
@@ -176,6 +197,7 @@ def _report_json(report: ModelReport, live: LiveReport | None, *, plot: str | No
         "n_parallel": report.n_parallel,
         "n_ctx": list(report.n_ctx),
         "limits": [_limit_json(limit) for limit in report.limits],
+        "may_repack": report.may_repack,
         "types": [_type_json(found, report) for found in report.types] if known else None,
         "live": None if live is None else _live_json(live),
         "plot": plot,
@@ -183,7 +205,8 @@ def _report_json(report: ModelReport, live: LiveReport | None, *, plot: str | No
 
 
 def _limit_json(limit: Limit) -> Json:
-    return {"name": limit.name, "bytes": limit.n_bytes, "own_bytes": limit.n_own}
+    return {"name": limit.name, "bytes": limit.n_bytes, "own_bytes": limit.n_own, "held_bytes": limit.n_held,
+            "is_live": limit.is_live}  # fmt: skip
 
 
 def _type_json(found: TypeReport, report: ModelReport) -> Json:
@@ -247,6 +270,7 @@ def _fields(part: CachePart) -> dict[str, Json]:
 
 def _live_json(live: LiveReport) -> Json:
     return {
+        "beside_bytes": live.n_beside,
         "type_k": live.memory.type_k,
         "type_v": live.memory.type_v,
         "gpu_layers": live.n_gpu_layers,

@@ -19,7 +19,7 @@ from llamakv.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     from llamakv.cli.plots import SectionMap
     from llamakv.cli.refs import Target
-    from llamakv.ops.inspect import SessionReport, Sharing
+    from llamakv.ops.inspect import SectionFile, SessionReport, Sharing
     from llamakv.ops.resume_cost import ResumeCost
     from llamakv.ops.session_layers import Inside
 
@@ -97,6 +97,7 @@ class _Told:
 
     found: Target
     report: SessionReport
+    files: tuple[SectionFile, ...]
     sharing: Sharing | None
     cost: ResumeCost | None
     inside: Inside | None
@@ -143,7 +144,7 @@ def inspect_session(
 
 def _find_out(output: Output, found: Target, report: SessionReport, wanted: _Wanted) -> _Told:
     """Look into the sections where that was asked for; the cost first, before they have been read."""
-    from llamakv.ops.inspect import may_share, sharing_of
+    from llamakv.ops.inspect import may_share, section_files, sharing_of
 
     info = report.info
     is_thorough = wanted.sections or wanted.plot is not None
@@ -159,7 +160,8 @@ def _find_out(output: Output, found: Target, report: SessionReport, wanted: _Wan
                 from llamakv.ops.session_layers import look_inside
 
                 inside = look_inside(info, reporter, with_stored=wanted.layers)
-    return _Told(found=found, report=report, sharing=sharing, cost=cost, inside=inside)
+    files = section_files(info)
+    return _Told(found=found, report=report, files=files, sharing=sharing, cost=cost, inside=inside)
 
 
 def _json(told: _Told, wanted: _Wanted) -> Json:
@@ -176,11 +178,15 @@ def _json(told: _Told, wanted: _Wanted) -> Json:
         "dead_bytes": info.n_dead_bytes,
         "raw_over_stored": _ratio(info.n_raw_bytes, info.n_stored_bytes),
         "n_ctx": record.n_ctx,
+        "missing": any(file.is_missing for file in told.files),
         "resume": inspected.memory_json(resume_memory(info)),
         "shared_with": None if sharing is None else inspected.sharing_json(sharing),
         "sections": [
-            {**describe.section_json(section), **({"shared_with": names.get(section.digest, [])} if sharing else {})}
-            for section in info.sections
+            {
+                **describe.section_json(section, file),
+                **({"shared_with": names.get(section.digest, [])} if sharing else {}),
+            }
+            for section, file in zip(info.sections, told.files, strict=True)
         ],
         "versions": to_json(record.versions),
         "sampling": to_json(record.sampling),
@@ -242,7 +248,10 @@ def _write_sections(output: Output, told: _Told, *, all_sections: bool) -> None:
     from llamakv.cli import render
 
     listed, sharing = told.report.info.sections, told.sharing
-    rows = [describe.section_row(index, section) for index, section in enumerate(listed)]
+    rows = [
+        describe.section_row(index, section, inspected.encoding_text(file))
+        for index, (section, file) in enumerate(zip(listed, told.files, strict=True))
+    ]
     headings: tuple[str, ...] = ("SECTION", "POSITIONS", "RAW", "STORED", "ENCODING", "DIGEST")
     if all_sections:
         headings, rows = inspected.with_sharing(headings, rows, listed, sharing)
@@ -310,6 +319,7 @@ def _facts(told: _Told) -> list[tuple[str, str]]:
         ("session", f"{found.name} ({found.path})" if found.name else str(found.path)),
         ("tokens", f"{len(record.tokens):,} · {report.cells:,} cells · {kind} · n_ctx {record.n_ctx:,}"),
         ("size", size),
+        *inspected.place_rows(info.sections, told.files),
         *([("shared", inspected.sharing_text(told.sharing))] if may_share(info) else []),
         ("resuming", inspected.memory_text(resume_memory(info))),
         ("model", f"{describe.model_name(identity)} · {identity.architecture} · {record.kind}"),

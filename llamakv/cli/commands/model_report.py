@@ -10,15 +10,15 @@ from llamakv.cli.output import Output
 if TYPE_CHECKING:
     from llamakv.engine.memory import LayerFacts, ModelFacts
     from llamakv.ops.inspect_live import LiveReport
-    from llamakv.ops.inspect_model import Fit, ModelReport
+    from llamakv.ops.inspect_model import Fit, Limit, ModelReport
 
 _PARTS = {"full": "KV, full attention", "windowed": "KV, windowed"}
 _REPACKED = "CPU_REPACK"  # ggml's buffer for weights that it lays out anew
 _KINDS = {"full": "full attention", "windowed": "windowed", "recurrent": "recurrent"}
 
 
-def write_report(output: Output, report: ModelReport, *, with_layers: bool) -> None:
-    """Print the facts, the table of contexts, and what fits."""
+def write_report(output: Output, report: ModelReport, *, with_layers: bool, is_live: bool = False) -> None:
+    """Print the facts, the table of contexts, and what fits; ``is_live`` where what was allocated is told as well."""
     from llamakv.cli import render
 
     facts = report.facts
@@ -32,6 +32,9 @@ def write_report(output: Output, report: ModelReport, *, with_layers: bool) -> N
         output.write_styled("\n" + render.table(headings, rows, right=(2, 3)))
     if report.types:
         _write_contexts(output, report)
+        if report.may_repack and not is_live:
+            weights = render.size(report.facts.weights_bytes or 0)
+            output.write(f"weights: at least {weights}; some may be kept repacked as well: --live tells\n")
         _write_fits(output, report)
 
 
@@ -121,7 +124,7 @@ def _number(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
 
-def _sharing(n_parallel: int) -> str:
+def sharing_of(n_parallel: int) -> str:
     from llamakv.cli.render import count
 
     if n_parallel == 0:
@@ -132,7 +135,7 @@ def _sharing(n_parallel: int) -> str:
 def _write_contexts(output: Output, report: ModelReport) -> None:
     from llamakv.cli import render
 
-    output.write_styled("\n" + render.heading(f"what a context takes, for {_sharing(report.n_parallel)}"))
+    output.write_styled("\n" + render.heading(f"what a context takes, for {sharing_of(report.n_parallel)}"))
     has_state = any(memory.recurrent_bytes for found in report.types for memory in found.contexts)
     state = ("RECURRENT",) if has_state else ()
     headings = ("CONTEXT", "TYPE", "KV", *state, "COMPUTE", "IN ALL", "WITH WEIGHTS")
@@ -159,26 +162,36 @@ def _write_fits(output: Output, report: ModelReport) -> None:
     from llamakv.cli import render
 
     if all(found.refused is not None for found in report.types):
+        output.write("what fits is not told: the engine refuses all these types, see above\n")
         return
-    output.write_styled("\n" + render.heading("what fits, weights included"))
+    output.write_styled("\n" + render.heading("what fits: the program, weights and the largest context"))
     rows = [
-        (_limit_text(fit), found.label, *_fit_cells(fit, report))
+        (limit_text(fit.limit), found.label, *_fit_cells(fit, report))
         for index in range(len(report.limits))
         for found in report.types
         if found.refused is None
         for fit in (found.fits[index],)
     ]
-    output.write_styled(render.table(("MEMORY", "TYPE", "LARGEST CONTEXT", "TAKES", ""), rows, right=(2, 3)))
-    for limit in report.limits:
-        if limit.n_own:
-            output.write(f"--memory counts this program too: {render.size(limit.n_own)} without a model\n")
+    output.write_styled(render.table(("MEMORY", "TYPE", "CONTEXT", "TAKES", ""), rows, right=(2, 3)))
+    own, is_live = render.size(report.limits[0].n_own), report.limits[0].is_live
+    if is_live:
+        output.write(
+            f"the program as measured with --live: {own} beside the estimates, with\n"
+            "vocabulary, graph and copies of weights\n"
+        )
+    else:
+        output.write(
+            f"at least: the program takes {own} here, measured without a model;\n"
+            "the vocabulary and the like come on top once it is loaded: --live measures them\n"
+        )
 
 
-def _limit_text(fit: Fit) -> str:
+def limit_text(limit: Limit) -> str:
+    """An amount of memory, and whose it is."""
     from llamakv.cli import render
 
-    size = render.size(fit.limit.n_bytes)
-    return f"{size} available now" if fit.limit.name == "available" else f"{size} (--memory)"
+    size = render.size(limit.n_bytes)
+    return f"{size} available now" if limit.name == "available" else f"{size} (--memory)"
 
 
 def _fit_cells(fit: Fit, report: ModelReport) -> tuple[str, str, str]:
@@ -190,7 +203,7 @@ def _fit_cells(fit: Fit, report: ModelReport) -> tuple[str, str, str]:
     n = report.n_parallel
     notes = ["as trained"] if fit.is_all else []
     if n > 1:
-        notes = [f"{fit.n_ctx // n:,} for each of {n}", *notes]
+        notes = [f"{fit.n_ctx // n:,} each", *notes]
     return f"{fit.n_ctx:,}", takes, ", ".join(notes)
 
 

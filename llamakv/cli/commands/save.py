@@ -98,6 +98,8 @@ def save(
         with running(output) as reporter:
             told = estimate_save(request, reporter, store=root)
         _tell_estimate(output, refs.shown(target), told)
+        if told.shortage is not None:
+            raise typer.Exit(told.shortage.exit_status)
         return
     from llamakv.ops.save import save_prefix
 
@@ -148,11 +150,16 @@ def _tell(output: Output, shown: str, result: SaveResult) -> None:
 
 def _tell_estimate(output: Output, shown: str, told: SaveEstimate) -> None:
     if output.json:
-        output.document(_estimate_json(shown, told))
+        if told.shortage is None:
+            output.document(_estimate_json(shown, told))
+        else:
+            output.failure(told.shortage, data=_estimate_json(shown, told))
         return
     from llamakv.cli import render
 
     output.write_styled(render.report(_estimate_rows(shown, told)))
+    if told.shortage is not None:
+        output.show(told.shortage)
 
 
 def _estimate_rows(shown: str, told: SaveEstimate) -> list[tuple[str, str]]:
@@ -170,8 +177,8 @@ def _estimate_rows(shown: str, told: SaveEstimate) -> list[tuple[str, str]]:
         rows.append(("to write", _written_text(told, told.written_bytes, told.index_bytes)))
     memory, context = told.memory_bytes, told.context
     rows += [
-        ("memory", f"{size(memory)}: program {size(told.own_bytes)}, weights {size(told.weights_bytes)}, a context of "
-                   f"{context.n_ctx:,} cells {size(context.n_bytes)}"),
+        ("memory", f"at least {size(memory)}: program {size(told.own_bytes)}, weights {size(told.weights_bytes)}, "
+                   f"a context of {context.n_ctx:,} cells {size(context.n_bytes)} · vocabulary and graph come on top"),
         ("room", _room_text(told)),
     ]  # fmt: skip
     return rows
@@ -180,6 +187,8 @@ def _estimate_rows(shown: str, told: SaveEstimate) -> list[tuple[str, str]]:
 def _written_text(told: SaveEstimate, written: int, index: int) -> str:
     from llamakv.cli.render import count, size
 
+    if told.measured is None and not told.is_compressed:
+        return f"at most {size(written)}, {size(index)} of it index (the state is not compressed)"
     if told.measured is None:
         return f"at most {size(written)}, {size(index)} of it index (no session of this model and settings to go by)"
     measured = told.measured
@@ -192,7 +201,14 @@ def _written_text(told: SaveEstimate, written: int, index: int) -> str:
 def _room_text(told: SaveEstimate) -> str:
     from llamakv.cli.render import size
 
+    written = told.written_bytes
     text = f"{size(told.free_bytes)} free on the disk"
+    if written is not None and written > told.free_bytes:
+        is_most = told.measured is None and told.is_compressed
+        enough = "may not be enough: needs at most" if is_most else "not enough: needs"
+        text = f"{enough} {size(written)}, {text}"
+    elif told.shortage is not None:
+        text = f"{text} · not enough in the store: {told.shortage.message}"
     if told.budget_bytes is not None:
         text += f" · the store has {size(told.store_bytes or 0)} of its budget of {size(told.budget_bytes)}"
     return text
@@ -219,6 +235,7 @@ def _estimate_json(shown: str, told: SaveEstimate) -> Json:
         "is_upper_bound": measured is None,
         "measured_sessions": 0 if measured is None else measured.n_sessions,
         "raw_over_stored": None if measured is None else measured.raw_over_stored,
+        "is_enough_room": told.shortage is None,
         "n_ctx": told.context.n_ctx,
         "memory_bytes": told.memory_bytes,
         "context_bytes": told.context.n_bytes,

@@ -22,7 +22,7 @@ class Series:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
     """Lines over a number of tokens. ``y_label`` says what there is ``y_unit`` of (``memory``); ticks name the unit, as
-    in ``4 MiB``. Values that a logarithmic scale cannot show (0 and less) are left out."""
+    in ``4 MB``. Values that a logarithmic scale cannot show (0 and less) are left out."""
 
     title: str
     x_label: str

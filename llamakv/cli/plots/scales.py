@@ -11,7 +11,6 @@ from llamakv.ops.sizes import size
 
 Tick = tuple[float, str]
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _CLOSE = 0.06
 """Part of an axis below which two ticks are too close."""
 
@@ -54,7 +53,7 @@ def y_axis(chart: Chart, n_most: int = 9) -> Axis:
     if chart.y_scale == "linear":
         return _linear(values, chart.y_unit, least=0.0 if not values or values[0] >= 0 else None, n_most=n_most)
     low, high = _apart(*_ends(values))
-    marks = _powers(low, high, n_most) if chart.y_unit == "bytes" else _one_two_five(low, high, n_most)
+    marks = _one_two_five(low, high, n_most)
     ticks = tuple((mark, value_text(mark, chart.y_unit)) for mark in marks)
     return Axis(low=low, high=high, scale="log2", ticks=ticks)
 
@@ -76,9 +75,9 @@ def points(chart: Chart, xs: Sequence[float], ys: Sequence[float]) -> list[tuple
 
 
 def value_text(value: float, unit: Unit) -> str:
-    """A value with its unit, short: ``1.5 MiB``, ``20 ms``, ``1,200``."""
+    """A value with its unit, short: ``1.5 MB`` (bytes as tables have them), ``20 ms``, ``1,200``."""
     if unit == "bytes":
-        return _bytes_text(value)
+        return size(round(value))
     if unit == "s":
         if value == 0:
             return "0 s"
@@ -89,23 +88,14 @@ def value_text(value: float, unit: Unit) -> str:
 
 
 def bar_text(value: float, unit: Unit) -> str:
-    """As ``value_text``, with bytes as tables have them."""
-    return size(round(value)) if unit == "bytes" else value_text(value, unit)
-
-
-def _bytes_text(n_bytes: float) -> str:
-    value, unit = n_bytes, _BINARY[0]
-    for unit in _BINARY:
-        if value < 1023.5 or unit == _BINARY[-1]:
-            break
-        value /= 1024
-    return f"{_short(value)} {unit}"
+    """What is written beside a bar."""
+    return value_text(value, unit)
 
 
 def _short(value: float) -> str:
     """Three digits that count."""
-    size = abs(value)
-    digits = 0 if size >= 99.95 or value == round(value) else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3
+    far = abs(value)
+    digits = 0 if far >= 99.95 or value == round(value) else 1 if far >= 9.995 else 2 if far >= 0.9995 else 3
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -152,15 +142,13 @@ def _one_two_five(low: float, high: float, n_most: int) -> list[float]:
 def _linear(values: Sequence[float], unit: Unit, *, least: float | None, n_most: int = 8) -> Axis:
     low = values[0] if values and least is None else least or 0.0
     high = values[-1] if values and values[-1] > low else low + 1.0
-    step = _step((high - low) / max(1, n_most - 2), unit)
+    step = _step((high - low) / max(1, n_most - 2))
     high = low + math.ceil((high - low) / step - 1e-9) * step
     marks = [low + n * step for n in range(round((high - low) / step) + 1)]
     return Axis(low=low, high=high, scale="linear", ticks=tuple((mark, value_text(mark, unit)) for mark in marks))
 
 
-def _step(wanted: float, unit: Unit) -> float:
-    """The next round number: 1, 2, 2.5 or 5 times a power of ten, for bytes a power of two."""
-    if unit == "bytes":
-        return 2.0 ** max(0, math.ceil(math.log2(wanted)))
+def _step(wanted: float) -> float:
+    """The next round number: 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(wanted))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= wanted * (1 - 1e-9))

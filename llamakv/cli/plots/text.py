@@ -27,7 +27,7 @@ def panel_text(panel: Panel, *, width: int, height: int, colour: bool, unicode: 
         lines = _chart_lines(panel, n_columns, max(height, 8), colour=colour)
     else:
         lines = _bar_lines(panel, n_columns, colour=colour)
-    return _joined([_title(panel.title, n_columns, colour=colour), *lines], unicode=unicode)
+    return _joined([*_title(panel.title, n_columns, colour=colour), *lines], unicode=unicode)
 
 
 def _joined(lines: Sequence[str], *, unicode: bool) -> str:
@@ -35,9 +35,28 @@ def _joined(lines: Sequence[str], *, unicode: bool) -> str:
     return text if unicode else text.translate(_PLAIN).encode("ascii", "replace").decode()
 
 
-def _title(text: str, n_columns: int, *, colour: bool) -> str:
-    text = cut(one_line(text), n_columns)
-    return painted(text, "bold") if colour else text
+def _title(text: str, n_columns: int, *, colour: bool) -> list[str]:
+    lines = _wrapped(one_line(text), n_columns)
+    return [painted(line, "bold") for line in lines] if colour else lines
+
+
+def _wrapped(text: str, n_columns: int) -> list[str]:
+    """A text in lines, all of it, however wide its characters are."""
+    lines, line = [], ""
+    for word in text.split(" "):
+        joined = f"{line} {word}" if line else word
+        if length(joined) <= n_columns:
+            line = joined
+            continue
+        if line:
+            lines.append(line)
+        line = ""
+        for sign in word:  # one that is too long for a line goes on in the next
+            if length(line + sign) > n_columns:
+                lines.append(line)
+                line = ""
+            line += sign
+    return [*lines, line]
 
 
 # ---------------------------------------------------------------- lines
@@ -73,7 +92,8 @@ def _chart_lines(chart: Chart, n_columns: int, n_lines: int, *, colour: bool) ->
     finally:
         figure.clear()
     lines = (drawn if colour else plotext.uncolorize(drawn)).splitlines()
-    axes = [cut(f"{way}: {label}", n_columns) for way, label in (("up", chart.y_label), ("right", chart.x_label))]
+    labels = (("up", chart.y_label), ("right", chart.x_label))
+    axes = [line for way, label in labels for line in _wrapped(f"{way}: {label}", n_columns)]
     return [*lines, *axes, *_legend([series.label for series in chart.series], n_columns, colour=colour)]
 
 
@@ -125,7 +145,7 @@ def map_text(section_map: SectionMap, *, width: int, colour: bool, unicode: bool
     n_name = max((len(name) for name in kinds), default=0)
     n_cells = n_columns - n_name - 2
     n_positions = max(1, section_map.n_positions)
-    lines = [_title(section_map.title, n_columns, colour=colour)]
+    lines = _title(section_map.title, n_columns, colour=colour)
     for name, rows in kinds.items():
         stored, raw = sum(row.stored_bytes for row in rows), sum(row.raw_bytes for row in rows)
         lines.append(f"{name.ljust(n_name)}  {_strip(rows, n_positions, n_cells, colour=colour)}")

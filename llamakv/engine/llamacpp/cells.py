@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -57,6 +57,23 @@ def leave_to_branches(live: Iterable[SequenceCells], cells: SequenceCells) -> No
         if branch.parent is not None:
             branch.parent.n_branches += 1
     cells.n_branches = 0
+
+
+def put_fullest_first(live: Iterable[SequenceCells], lowest: Mapping[SequenceCells, int]) -> None:
+    """Let no sequence share with one whose windowed layers have fewer cells: ``lowest`` are the positions from which on
+    they have any. Who owns the shared cells changes, how many there are does not."""
+    for cells in parents_first(live):
+        while cells.parent is not None and lowest[cells] < lowest[cells.parent]:
+            parent = cells.parent
+            parent.n_branches -= 1
+            if cells.n_shared <= parent.n_shared:  # all of that lies in the part it has from its own parent
+                cells.parent = parent.parent
+                if cells.parent is not None:
+                    cells.parent.n_branches += 1
+            else:
+                cells.parent, parent.parent = parent.parent, cells
+                cells.n_shared, parent.n_shared = parent.n_shared, cells.n_shared
+                cells.n_branches += 1
 
 
 def parents_first(live: Iterable[SequenceCells]) -> list[SequenceCells]:

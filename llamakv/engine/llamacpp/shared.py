@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 
 from llamakv.engine.contract import ModelInfo, decodes_together
-from llamakv.engine.llamacpp.cells import SequenceCells, leave, leave_to_branches, n_freed, parents_first, share
+from llamakv.engine.llamacpp.cells import (
+    SequenceCells,
+    leave,
+    leave_to_branches,
+    n_freed,
+    parents_first,
+    put_fullest_first,
+    share,
+)
 from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
 from llamakv.engine.llamacpp.memory_log import ModelSizes
 from llamakv.engine.llamacpp.state import SCRATCH, Joiner, StateCutter
@@ -309,43 +318,46 @@ class SharedContext:
         self._check_memory(size)
         larger = self._open_context(size)
         kept = {cells.seq_id: self._n_shared_after_moving(cells) for cells in self._live}
+        whole_from = {}
         try:
             for cells in parents_first(self._live):
-                self._move(cells, larger, kept[cells.seq_id])
+                whole_from[cells] = self._move(cells, larger, kept[cells.seq_id])
         except BaseException:
             larger.close()
             raise
         self.native.close()
         self.native = larger
         for cells in self._live:
+            cells.whole_from = max(cells.whole_from, whole_from[cells])
             if kept[cells.seq_id] < cells.n_shared:
                 leave(cells)
 
-    def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> None:
+    def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> int:
+        """Returns from where on its windowed layers have no gap there, of what is not shared."""
         if n_shared and cells.parent is not None:
             larger.copy(cells.parent.seq_id, cells.seq_id, 0, n_shared)
         joiner = self.cutter.joiner(larger, cells.seq_id, n_shared)
         for section in self.export(cells, n_shared):
             joiner.add(larger, section)
         joiner.finish(larger, cells.n_cells, is_checked=not cells.is_arriving)
+        return joiner.whole_from
 
     def _n_after_moving(self) -> int:
+        """Cells that all sequences take in a larger context. A sequence may have lost cells of windowed layers that its
+        branches still have (the engine gave them to others), so that it is to share with them, not they with it."""
+        if self._info.kind is MemoryKind.WINDOWED:
+            low = {cells: self.native.position_range(cells.seq_id)[0] for cells in self._live}
+            put_fullest_first(self._live, {cells: n if n >= 0 else sys.maxsize for cells, n in low.items()})
         return sum(cells.n_cells - self._n_shared_after_moving(cells) for cells in self._live)
 
     def _n_shared_after_moving(self, cells: SequenceCells) -> int:
-        """What a sequence can still share in a larger context: not what moves in one piece, nor what its parent has
-        lost since (cells out of the window, which the engine gave to others)."""
+        """What a sequence can still share in a larger context: not what moves in one piece."""
         if cells.parent is None or cells.n_shared == 0 or self._copies_whole:
             return 0
         if self._info.kind is MemoryKind.HYBRID and not self.cutter.can_be_cut(
             self.native, cells.seq_id, cells.n_cells
         ):
             return 0
-        if self._info.kind is MemoryKind.WINDOWED:
-            low, _ = self.native.position_range(cells.seq_id)
-            parents_low, _ = self.native.position_range(cells.parent.seq_id)
-            if not 0 <= parents_low <= low:
-                return 0
         return cells.n_shared
 
     def _check_memory(self, n_ctx: int) -> None:

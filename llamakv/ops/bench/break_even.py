@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from llamakv.ops.bench.results import BreakEven, LengthTimes
+from llamakv.ops.bench.results import BreakEven, LengthTimes, Spread
 
 
 def break_even_warm(lengths: Sequence[LengthTimes]) -> BreakEven:
@@ -21,6 +22,35 @@ def break_even_cold(lengths: Sequence[LengthTimes]) -> BreakEven | None:
         if row.resume_cold_s is not None
     ]
     return break_even(points) if points and len(points) == len(lengths) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How certain a break-even is: it lies between ``least`` and ``most``, where the luckiest repeats of resuming meet
+    the slowest of reading, and the other way round."""
+
+    least: BreakEven
+    most: BreakEven
+
+
+def noise_warm(lengths: Sequence[LengthTimes]) -> Noise | None:
+    """The noise of ``break_even_warm``; None if all was measured once only, which says nothing of it."""
+    return _noise([(row.n_tokens, row.prefill_s, row.resume_warm_s) for row in lengths])
+
+
+def noise_cold(lengths: Sequence[LengthTimes]) -> Noise | None:
+    """The same for ``break_even_cold``; None, too, where there is none."""
+    times = [(row.n_tokens, row.prefill_s, row.resume_cold_s) for row in lengths if row.resume_cold_s is not None]
+    return _noise(times) if len(times) == len(lengths) else None
+
+
+def _noise(times: Sequence[tuple[int, Spread, Spread]]) -> Noise | None:
+    if max((read.n_runs for _, read, _ in times), default=1) == 1:
+        return None
+    return Noise(
+        least=break_even([(n, read.most, resume.least) for n, read, resume in times]),
+        most=break_even([(n, read.least, resume.most) for n, read, resume in times]),
+    )
 
 
 def break_even(points: Sequence[tuple[int, float, float]]) -> BreakEven:

@@ -49,7 +49,9 @@ class Pair:
     def verdict(self) -> Verdict:
         """Whether B is better."""
         a, b = self.a, self.b
-        if (a.least, a.median, a.most) == (b.least, b.median, b.most):
+        if (a.least, a.median, a.most, a.is_at_most) == (b.least, b.median, b.most, b.is_at_most):
+            return Verdict.SAME
+        if _is_as_large(a, b):
             return Verdict.SAME
         if any(math.isnan(each.median) for each in (a, b)):
             return Verdict.UNCLEAR
@@ -57,6 +59,17 @@ class Pair:
         if a.better == "neither" or is_noisy or (a.least <= b.most and b.least <= a.most):
             return Verdict.UNCLEAR
         return Verdict.BETTER if (b.median < a.median) == (a.better == "less") else Verdict.WORSE
+
+
+_VARIES = {"peak_rss_bytes", "peak_bytes", "file_bytes", "bytes_read", "bytes_written"}
+_SAME_SHARE = 0.01  # of the smaller one: another run on the same machine differs by as much
+
+
+def _is_as_large(a: Measure, b: Measure) -> bool:
+    """Whether two sizes that another run would find a little different, each taken once, are too close to tell."""
+    if a.metric not in _VARIES or (a.n_runs, b.n_runs) != (1, 1):
+        return False
+    return abs(a.median - b.median) < _SAME_SHARE * min(a.median, b.median)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +110,7 @@ def _without_verdict(pair: Pair) -> Pair:
 
 
 def _rows(result: BenchResult) -> list[str]:
-    types = [f"type {row.label}" for row in result.types if row.refused is None]
+    types = [f"type {row.label}" for row in result.types if row.is_measured]
     return types + [f"strategy {row.name}" for row in (result.strategies.rows if result.strategies else ())]
 
 

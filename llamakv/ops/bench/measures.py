@@ -18,7 +18,8 @@ class Measure:
     """One thing that was measured: of a cache type or a strategy (``of``, ``name``), with a text of ``n_tokens`` where
     it depends on that. ``least`` and ``most`` equal ``median`` where it was measured once, but for the wait of several
     users in one run (``first_token_s``: ``n_runs`` is 1, ``least`` and ``most`` are theirs). A number of tokens may be
-    infinite: never; it is derived from noisy times, so neither more nor less is called better."""
+    infinite: never; it is derived from noisy times, so neither more nor less is called better. ``is_at_most``: it may
+    be smaller, the shortest text measured was no shorter."""
 
     of: Literal["type", "strategy"]
     name: str
@@ -30,6 +31,7 @@ class Measure:
     least: float
     median: float
     most: float
+    is_at_most: bool = False
 
 
 def measures(result: BenchResult) -> tuple[Measure, ...]:
@@ -100,6 +102,7 @@ def _measures(
     values: tuple[tuple[str, Unit, Better, _Value], ...],
 ) -> Iterator[Measure]:
     for metric, unit, better, value in values:
+        is_at_most = isinstance(value, BreakEven) and value.at_most
         if isinstance(value, BreakEven):
             value = math.inf if value.n_tokens is None else value.n_tokens
         if value is None:
@@ -116,4 +119,5 @@ def _measures(
             least=spread.least,
             median=spread.median,
             most=spread.most,
+            is_at_most=is_at_most,
         )

@@ -25,6 +25,10 @@ _SAMPLING_SHARE = 0.03  # of one core, that looking at memory may take
 _END_S = 5.0
 
 
+class ProcessEndedError(EngineError):
+    """A process ended without a result: killed, or aborted inside the engine."""
+
+
 class Link:
     """A job's way to the process that started it. Not for use from two threads."""
 
@@ -84,7 +88,7 @@ def run_together(
 
     Raises:
         InterruptedByUser: ``should_abort`` said so; all processes are gone.
-        EngineError: a process ended without a result (out of memory, or an abort inside the engine).
+        ProcessEndedError: one ended without a result (out of memory, or an abort inside the engine).
     """
     running: list[_Process] = []
     memory = _Memory(running)
@@ -172,7 +176,7 @@ class _Process:
             kind, content = self.connection.recv()
         except (EOFError, OSError):
             self._process.join(_END_S)
-            raise EngineError(_ended(self._process.exitcode)) from None
+            raise ProcessEndedError(_ended(self._process.exitcode)) from None
         if kind == "message":
             return (content,)
         if kind == "ready":

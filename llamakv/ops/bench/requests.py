@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llamakv.errors import LlamakvError
 from llamakv.ops.bench.results import BenchResult
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Reporter
 
@@ -62,3 +63,5 @@ class BenchRequest:
     reporter: Reporter
     on_result: Callable[[BenchResult], None] = field(default=lambda _: None)
     """Gets what is there so far, whenever a row is done, so that an interrupted run is not lost."""
+    on_failure: Callable[[str, LlamakvError], None] = field(default=lambda _, __: None)
+    """Gets why a row, by its name, could not be measured to its end, where others go on."""

@@ -79,7 +79,8 @@ def read_result(path: Path) -> BenchResult:
         NotFoundError, ReadError: it is not there, or cannot be read.
         NotAResultError: it is something else.
         NewerFormatError: it is of a version this one does not know.
-        DamagedError: a key is missing, unknown, or of the wrong kind.
+        DamagedError: a key is missing (those that came later may be), unknown, or of the wrong kind, or a size or
+            number of something is negative.
     """
     if path.is_dir():
         raise NotAResultError(f"'{path}' is not a bench result: it is a folder", path=str(path))
@@ -146,7 +147,7 @@ def _decoder(kind: object) -> _Decoder:
         return _tuple_decoder(items, is_any_length=Ellipsis in arguments)
     if isinstance(kind, types.UnionType):
         inner = _decoder(next(argument for argument in arguments if argument is not types.NoneType))
-        return lambda value, where: None if value is None else inner(value, where)
+        return _optional(inner)
     if kind is float:
         return _float
     assert kind in (int, str, bool), kind
@@ -154,9 +155,15 @@ def _decoder(kind: object) -> _Decoder:
     def decode(value: object, where: str) -> object:
         if type(value) is not kind or (isinstance(value, int) and abs(value) > _MOST):
             raise _Wrong(f"{where} is {_short(value)}, expected {_WORDS[typing.cast(type, kind)]}")
+        if isinstance(value, int) and value < 0:
+            raise _Wrong(f"{where} is {_short(value)}, expected no negative number")
         return value
 
     return decode
+
+
+def _optional(inner: _Decoder) -> _Decoder:
+    return lambda value, where: None if value is None else inner(value, where)
 
 
 _WORDS = {int: "a whole number", str: "a text", bool: "true or false"}
@@ -175,6 +182,13 @@ def _float(value: object, where: str) -> object:
     return float(value)
 
 
+def _size(value: object, where: str) -> object:
+    found = _float(value, where)
+    if not isinstance(found, float) or not math.isfinite(found) or found < 0:
+        raise _Wrong(f"{where} is {_short(value)}, expected a size")
+    return found
+
+
 def _tuple_decoder(items: list[_Decoder], *, is_any_length: bool) -> _Decoder:
     def decode(value: object, where: str) -> object:
         if not isinstance(value, list) or (not is_any_length and len(value) != len(items)):
@@ -189,16 +203,19 @@ def _tuple_decoder(items: list[_Decoder], *, is_any_length: bool) -> _Decoder:
 
 def _dataclass_decoder(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind)
-    decoders = {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(kind)}
+    fields = dataclasses.fields(kind)
+    decoders = {field.name: _decoder(hints[field.name]) for field in fields}
+    decoders |= {field.name: _optional(_size) for field in fields if hints[field.name] == float | None}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
 
     def decode(value: object, where: str) -> object:
         if not isinstance(value, dict):
             raise _Wrong(f"{where or 'it'} is {_short(value)}, expected an object")
-        for key in decoders.keys() - value.keys():
+        for key in needed - value.keys():
             raise _Wrong(f"{where}.{key}".removeprefix(".") + " is missing")
         for key in value.keys() - decoders.keys():
             raise _Wrong(f"{where}.{key}".removeprefix(".") + " is unknown")
-        return kind(**{key: each(value[key], f"{where}.{key}".removeprefix(".")) for key, each in decoders.items()})
+        return kind(**{key: decoders[key](each, f"{where}.{key}".removeprefix(".")) for key, each in value.items()})
 
     return decode
 

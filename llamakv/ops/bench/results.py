@@ -93,7 +93,9 @@ class OutputChange:
 class TypeResult:
     """One pair of cache types, measured in a process of its own.
 
-    ``refused`` is the engine's reason where it takes no such context: then all else is None or empty.
+    ``refused`` is the engine's reason where it takes no such context: then all else is None or empty. ``failed`` is
+    why measuring ended too soon: what had been measured until then is there, what is missing is None or empty. So it is
+    in a row that was being measured when the run was interrupted; each of its lengths was measured at least once.
     ``state_bytes_per_token`` is what a token adds to keys and values, ``context_bytes`` all that the context of
     ``n_ctx`` cells took beside the weights, ``peak_rss_bytes`` the process at its largest, weights and all. ``fork_s``
     is giving ``n_branches`` sequences the longest text's cells. ``prompt_tokens_per_s`` is reading the longest text,
@@ -116,6 +118,12 @@ class TypeResult:
     break_even_warm: BreakEven | None
     break_even_cold: BreakEven | None
     output: OutputChange | None
+    failed: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there are any times."""
+        return bool(self.lengths)
 
     @property
     def label(self) -> str:
@@ -183,7 +191,8 @@ class StrategiesResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """A whole run. ``interrupted`` says that some of it is missing."""
+    """A whole run. ``interrupted`` says that some of it is missing; ``work_dir`` is the folder that session files were
+    in, which decides what cold means (None: not recorded)."""
 
     started_s: float
     elapsed_s: float
@@ -194,3 +203,4 @@ class BenchResult:
     n_repeats: int
     types: tuple[TypeResult, ...]
     strategies: StrategiesResult | None
+    work_dir: str | None = None

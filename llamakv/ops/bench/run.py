@@ -20,7 +20,7 @@ from llamakv.errors import (
 from llamakv.ops.bench.facts import Facts, FactsJob, read_facts
 from llamakv.ops.bench.folders import own_folder
 from llamakv.ops.bench.lengths import lengths_up_to, n_cells_needed, n_steps, n_steps_along
-from llamakv.ops.bench.processes import run_alone
+from llamakv.ops.bench.processes import ProcessEndedError, run_alone
 from llamakv.ops.bench.requests import BenchRequest, CachePair, TypesRequest
 from llamakv.ops.bench.results import BenchResult, StrategiesResult, TypeResult
 from llamakv.ops.bench.types import PairJob, measure_pair, write_reference
@@ -37,8 +37,9 @@ def run_bench(request: BenchRequest) -> BenchResult:
     """Measure what was asked for; ``on_result`` gets what is there so far after each row.
 
     Each pair of cache types has a process of its own, one after the other. A pair that the engine refuses, or whose
-    process dies, is a row that says why. Stopped by ``should_abort``, what was measured is returned, a row of
-    fewer repeats included, with ``interrupted`` set. No process and no file outlives this call.
+    process dies, is a row that says why; the latter with what it had measured. Stopped by ``should_abort``, what was
+    measured is returned, a row of fewer lengths or repeats included, with ``interrupted`` set; ended by an error,
+    ``on_result`` has got that. No process and no file outlives this call.
 
     Raises:
         UsageError: numbers out of range.
@@ -100,6 +101,7 @@ class _Bench:
         self._facts = self._read_facts()
         self._rows: list[TypeResult] = []
         self._partial: TypeResult | None = None
+        self._is_open = False
         self._strategies: StrategiesResult | None = None
         self._progress = _Progress(self._reporter.progress, 1)
 
@@ -111,10 +113,21 @@ class _Bench:
             if self._request.strategies is not None:
                 self._measure_strategies()
         except InterruptedByUser:
-            if self._partial is not None:
-                self._rows.append(self._partial)
+            self._keep_partial()
             return self._result(interrupted=True)
+        except LlamakvError:
+            if self._keep_partial():
+                self._tell_result()
+            raise
         return self._result(interrupted=False)
+
+    def _keep_partial(self) -> bool:
+        """Have the row that was being measured, as far as it is; False if there is none."""
+        if self._partial is None:
+            return False
+        self._rows.append(self._partial)
+        self._partial = None
+        return True
 
     def _result(self, *, interrupted: bool) -> BenchResult:
         return BenchResult(
@@ -127,6 +140,7 @@ class _Bench:
             n_repeats=self._request.n_repeats,
             types=tuple(self._rows),
             strategies=self._strategies,
+            work_dir=str(self._request.work_dir.absolute()),
         )
 
     def _tell_result(self) -> None:
@@ -159,6 +173,8 @@ class _Bench:
             self._progress.add(*content)
         elif kind == "row":
             (self._partial,) = content
+        elif kind == "opened":
+            self._is_open = True
         elif kind == "notice":
             self._reporter.notice(*content)
         elif kind == "progress":
@@ -214,11 +230,16 @@ class _Bench:
         return True
 
     def _measure_pair(self, job: PairJob) -> TypeResult:
+        self._is_open = False
         try:
             row: TypeResult = self._alone(measure_pair, job)
         except (UsageError, EngineError) as error:
             _raise_if_for_all(error)
-            return _refused(job.pair, error.message)
+            nothing = _empty(job.pair)
+            if not self._is_open and not isinstance(error, ProcessEndedError):
+                return replace(nothing, refused=error.message)
+            self._request.on_failure(nothing.label, error)
+            return replace(self._partial or nothing, failed=error.message)
         return row
 
     def _check_disk(self, asked: TypesRequest) -> None:
@@ -257,11 +278,11 @@ def _raise_if_for_all(error: LlamakvError) -> None:
         raise error
 
 
-def _refused(pair: CachePair, reason: str) -> TypeResult:
+def _empty(pair: CachePair) -> TypeResult:
     return TypeResult(
         type_k=pair[0],
         type_v=pair[1],
-        refused=reason,
+        refused=None,
         flash_attn=None,
         n_ctx=None,
         state_bytes_per_token=None,

@@ -121,6 +121,7 @@ class _Bench:
         reporter = request.reporter
         self._asked = asked
         self._reporter = reporter
+        self._on_failure = request.on_failure
         self._n_repeats = request.n_repeats
         self._store = folder / "store"
         self._limit_bytes = available_bytes() if asked.memory_limit_bytes is None else asked.memory_limit_bytes
@@ -155,6 +156,7 @@ class _Bench:
                 raise
             except LlamakvError as error:
                 self._failed.append((name, error.message))
+                self._on_failure(name, error)
             on_row(self._result())
         return self._result()
 
@@ -205,10 +207,14 @@ class _Bench:
             )
         each = growth_of(self._look.context).bytes_for(shape.n_ctx, shape.n_in_context)
         needed = shape.n_processes * self._look.memory.private_bytes + shape.n_contexts * each
-        free = int(available_bytes() * _MEMORY_SHARE)
+        available = available_bytes()
+        free = int(available * _MEMORY_SHARE)
         if needed > free:
             raise NoRoomError(
-                f"about {size(needed)} of memory are needed, {size(free)} can be had", needed=needed, free=free
+                f"about {size(needed)} of memory are needed, {size(free)} may be used: {_MEMORY_SHARE:.0%} of the "
+                f"{size(available)} available",
+                needed=needed,
+                free=free,
             )
 
     def _prepare(self) -> Prepared:

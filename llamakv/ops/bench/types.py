@@ -63,7 +63,7 @@ class PairJob:
 
 
 def measure_pair(link: Link, job: PairJob) -> TypeResult:
-    """Measure all of it. A row of what is there so far is told after each repeat.
+    """Measure all of it. That the context is there is told, then a row of what there is so far after each measurement.
 
     Before anything counts, a text of one batch goes through all of it, and, where the output is compared, the longest
     one is read.
@@ -72,11 +72,11 @@ def measure_pair(link: Link, job: PairJob) -> TypeResult:
         UsageError, EngineError: the engine does not take such a context.
     """
     with open_for(link, job) as opened:
+        link.tell(("opened",))
         meter = _Meter(link, job, opened)
         meter.warm_up()
         for number in range(job.n_repeats):
             meter.repeat(backwards=number % 2 == 1)
-            link.tell(("row", meter.result()))
         try:
             meter.fork()
         except NoRoomError as error:
@@ -142,9 +142,11 @@ class _Meter:
         """Each length once, in turn, so that a busy moment of the machine does not hit all repeats of one."""
         for n_tokens in reversed(self._job.lengths) if backwards else self._job.lengths:
             self._measure(n_tokens)
+            self._link.tell(("row", self.result()))
             if n_tokens == self._job.n_tokens:
                 self._decode()
                 self._peak_bytes = own_peak_bytes()
+                self._link.tell(("row", self.result()))
 
     def read_along(self) -> Iterator[Logits]:
         """The logits behind the longest text, which is read for that."""
@@ -260,9 +262,10 @@ class _Meter:
     # ------------------------------------------------------------ the row
 
     def result(self) -> TypeResult:
-        """What has been measured so far; each length at least once."""
+        """What has been measured so far."""
         job, memory = self._job, self._memory
-        lengths = tuple(self._times[n].row(n) for n in job.lengths)
+        lengths = tuple(self._times[n].row(n) for n in job.lengths if n in self._times)
+        longest_s = self._times[job.n_tokens].read_s if job.n_tokens in self._times else []
         return TypeResult(
             type_k=job.pair[0],
             type_v=job.pair[1],
@@ -271,13 +274,13 @@ class _Meter:
             n_ctx=self._n_ctx,
             state_bytes_per_token=_bytes_per_token(memory, swa_full=self._settings.swa_full),
             context_bytes=memory.n_bytes,
-            peak_rss_bytes=self._peak_bytes,
+            peak_rss_bytes=self._peak_bytes or None,
             lengths=lengths,
-            prompt_tokens_per_s=Spread.of([job.n_tokens / s for s in self._times[job.n_tokens].read_s]),
+            prompt_tokens_per_s=Spread.of([job.n_tokens / s for s in longest_s]) if longest_s else None,
             decode_tokens_per_s=Spread.of([job.n_decoded / s for s in self._decode_s]) if self._decode_s else None,
             n_branches=self._n_branches or None,
             fork_s=Spread.of(self._fork_s) if self._fork_s else None,
-            break_even_warm=break_even_warm(lengths),
+            break_even_warm=break_even_warm(lengths) if lengths else None,
             break_even_cold=break_even_cold(lengths),
             output=self._output,
         )

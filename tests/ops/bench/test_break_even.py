@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llamakv.ops.bench.break_even import break_even, break_even_cold, break_even_warm
+from llamakv.ops.bench.break_even import (
+    Noise,
+    break_even,
+    break_even_cold,
+    break_even_warm,
+    noise_cold,
+    noise_warm,
+)
 from llamakv.ops.bench.results import BreakEven, LengthTimes, Spread
 
 
@@ -79,3 +86,20 @@ def test_cold_is_made_out_only_where_every_length_was_cold() -> None:
     assert break_even_cold([short, long]) == at(15)
     assert break_even_cold([short, row(20, [3.0], [0.5])]) is None
     assert break_even_cold([]) is None
+
+
+def test_noise_is_where_the_fastest_and_the_slowest_repeats_would_have_it() -> None:
+    rows = [row(10, [0.5, 1.0, 1.5], [2.0, 2.0, 2.5]), row(20, [2.75, 3.0, 3.5], [1.5, 2.0, 2.5])]
+    assert break_even_warm(rows) == at(15)
+    assert noise_warm(rows) == Noise(least=at(12), most=at(19))  # losses of 0.5 and 2, gains of 2 and 0.25
+    wide = [row(10, [0.5, 3.0], [2.0, 2.5]), row(20, [1.0, 3.5], [1.5, 2.5])]
+    assert noise_warm(wide) == Noise(least=BreakEven(n_tokens=10, at_most=True), most=at(None))
+
+
+def test_what_was_measured_once_says_nothing_about_noise() -> None:
+    assert noise_warm([row(10, [1.0], [2.0]), row(20, [3.0], [2.0])]) is None
+    assert noise_warm([]) is None
+    assert noise_cold([row(10, [1.0, 1.0], [2.0, 2.0]), row(20, [3.0, 3.0], [2.0, 2.0], [2.0, 2.0])]) is None
+    assert noise_cold([row(10, [1.0, 1.0], [2.0, 2.0], [0.5, 0.5])]) == Noise(
+        least=BreakEven(n_tokens=10, at_most=True), most=BreakEven(n_tokens=10, at_most=True)
+    )

@@ -158,3 +158,29 @@ def test_what_is_not_a_number_is_neither_better_nor_worse() -> None:
     a = of_f16(output=OutputChange(n_positions=1, mean_kl=math.nan, most_kl=math.nan, top_agreement=1.0))
     b = of_f16(output=OutputChange(n_positions=1, mean_kl=0.1, most_kl=0.1, top_agreement=1.0))
     assert pair(compare_results(a, b), "mean_kl").verdict is Verdict.UNCLEAR
+
+
+@pytest.mark.parametrize(("n_bytes", "verdict"), [(1009, Verdict.SAME), (991, Verdict.SAME), (1010, Verdict.WORSE)])
+def test_memory_measured_once_that_differs_by_less_than_a_hundredth_is_the_same(n_bytes: int, verdict: Verdict) -> None:
+    found = compare_results(of_f16(peak_rss_bytes=1000), of_f16(peak_rss_bytes=n_bytes))
+    assert pair(found, "peak_rss_bytes").verdict is verdict
+
+
+def test_sizes_that_no_run_finds_otherwise_are_told_apart() -> None:
+    found = compare_results(of_f16(context_bytes=10_000), of_f16(context_bytes=10_001))
+    assert pair(found, "context_bytes").verdict is Verdict.WORSE
+
+
+def test_so_many_or_fewer_is_not_the_same_as_so_many() -> None:
+    a, b = (of_f16(break_even_warm=BreakEven(n_tokens=62, at_most=at_most)) for at_most in (True, False))
+    found = pair(compare_results(a, b), "break_even_warm")
+    assert (found.a.is_at_most, found.b.is_at_most, found.verdict) == (True, False, Verdict.UNCLEAR)
+
+
+def test_a_row_without_any_times_is_no_row_of_a_result() -> None:
+    failed = samples.result(
+        types=(samples.type_result(), dataclasses.replace(samples.refused(), refused=None, failed="x"))
+    )
+    assert compare_results(failed, of_f16()).only_a == tuple(
+        f"strategy {row.name}" for row in samples.strategies().rows
+    )

@@ -55,7 +55,7 @@ lists: Callable[[st.SearchStrategy[object]], st.SearchStrategy[object]] = lambda
 ).map(tuple)
 type_results = of(
     TypeResult, lengths=lists(of(LengthTimes)), break_even_warm=break_even, break_even_cold=break_even,
-    output=st.none() | of(OutputChange),
+    output=st.none() | of(OutputChange), state_bytes_per_token=st.none() | st.floats(min_value=0, max_value=1e18),
 )  # fmt: skip
 results = of(
     BenchResult, machine=of(Machine), model=of(BenchedModel), types=lists(type_results),
@@ -144,6 +144,12 @@ def changed(*path: str | int, value: object) -> bytes:
         (changed("machine", "n_cores", value=10**30), DamagedError, "expected a whole number"),
         (changed("elapsed_s", value=10**400), DamagedError, "elapsed_s is 1000000000"),
         (changed("elapsed_s", value=None), DamagedError, "elapsed_s is null, expected a number"),
+        (changed("types", 0, "peak_rss_bytes", value=-5), DamagedError, "peak_rss_bytes is -5, expected no negative"),
+        (changed("types", 0, "lengths", 0, "file_bytes", value=-1), DamagedError, "file_bytes is -1, expected no"),
+        (changed("types", 0, "lengths", 0, "file_bytes", value="inf"), DamagedError, 'is "inf", expected a whole'),
+        (changed("types", 0, "state_bytes_per_token", value="inf"), DamagedError, 'token is "inf", expected a size'),
+        (changed("types", 0, "state_bytes_per_token", value="nan"), DamagedError, 'token is "nan", expected a size'),
+        (changed("types", 0, "state_bytes_per_token", value=-0.5), DamagedError, "token is -0.5, expected a size"),
         (changed("types", value={}), DamagedError, "types is {}, expected a list"),
         (changed("types", 1, "lengths", 0, "save_s", value=3), DamagedError, "types[1].lengths[0].save_s is 3"),
         (changed("strategies", "failed", value=[["a"]]), DamagedError, "strategies.failed[0] is"),
@@ -175,3 +181,13 @@ def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("llamakv.ops.bench.result_file.MOST_BYTES", path.stat().st_size - 1)
     with pytest.raises(NotAResultError, match=r"over [0-9]+ bytes"):
         read_result(path)
+
+
+def test_a_result_from_before_there_were_some_fields_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    values = {"format": "llamakv bench", **result_json(bench_samples.result(strategies=None))}
+    del values["work_dir"]
+    for row in values["types"]:
+        del row["failed"]
+    path.write_text(json.dumps(values))
+    assert read_result(path) == bench_samples.result(strategies=None, work_dir=None)

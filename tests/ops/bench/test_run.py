@@ -11,17 +11,28 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from llamakv import __version__
-from llamakv.errors import InterruptedByUser, ModelFileError, NoRoomError, NotFoundError, UsageError, WriteError
+from llamakv.errors import (
+    EngineError,
+    InterruptedByUser,
+    ModelFileError,
+    NoRoomError,
+    NotFoundError,
+    UsageError,
+    WriteError,
+)
 from llamakv.ops.bench import run, strategies
+from llamakv.ops.bench.processes import ProcessEndedError
 from llamakv.ops.bench.requests import BenchRequest, StrategiesRequest
 from llamakv.ops.bench.results import BenchResult, StrategiesResult
 from llamakv.ops.bench.run import run_bench
 from llamakv.ops.requests import Reporter
+from tests.cli import bench_samples as samples
 from tests.ops.bench.conftest import Ask, types_request
 
 ROOT = Path(__file__).parents[3]
@@ -225,10 +236,72 @@ def test_a_process_that_dies_is_a_row_and_the_others_go_on(ask: Ask) -> None:
 
     request = ask(types_request(F16, Q8, compares_output=False), reporter=Reporter(progress=progress))
     first, second = run_bench(request).types
-    assert first.refused == "a measuring process was ended by SIGABRT"
-    assert second.refused is None
+    assert first.failed == "a measuring process was ended by SIGABRT"
+    assert (first.refused, second.refused, second.failed) == (None, None, None)
     assert len(second.lengths) == 6
     assert left_behind(request) == ([], [])
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the measuring of a first pair tell what is given, then end with an error."""
+
+    def end(error: Exception, *messages: tuple) -> None:
+        left = [error]
+
+        def run_here(function: Callable[..., object], job: object, **more: Any) -> tuple[object, int]:
+            if function is run.measure_pair and left:
+                for message in messages:
+                    more["on_message"](message)
+                raise left.pop()
+            return function(Silent(), job), 0
+
+        monkeypatch.setattr(run, "run_alone", run_here)
+
+    return end
+
+
+OPENED, ROW = ("opened",), ("row", samples.cut_short("f16"))
+
+
+@pytest.mark.parametrize(
+    ("error", "messages", "expected"),
+    [
+        (ProcessEndedError("ended by SIGKILL"), (OPENED, ROW), replace(ROW[1], failed="ended by SIGKILL")),
+        (ProcessEndedError("ended by SIGKILL"), (), (None, "ended by SIGKILL")),
+        (EngineError("cannot decode"), (OPENED, ROW), replace(ROW[1], failed="cannot decode")),
+        (EngineError("cannot decode"), (OPENED,), (None, "cannot decode")),
+        (EngineError("no such context"), (), ("no such context", None)),
+    ],
+)
+def test_a_pair_that_fails_keeps_what_it_has_and_is_not_called_refused(
+    ask: Ask, ends: Callable[..., None], error: EngineError, messages: tuple, expected: object
+) -> None:
+    ends(error, *messages)
+    failures: list[tuple[str, object]] = []
+    request = ask(
+        types_request(F16, Q8, n_tokens=2, compares_output=False), on_failure=lambda *both: failures.append(both)
+    )
+    first, second = run_bench(request).types
+    assert expected in (first, (first.refused, first.failed))
+    assert (second.refused, second.failed, len(second.lengths)) == (None, None, 1)
+    assert failures == ([("f16", error)] if first.failed else [])
+
+
+def test_interrupted_in_the_first_pair_its_finished_lengths_are_returned(ask: Ask, ends: Callable[..., None]) -> None:
+    ends(InterruptedByUser("interrupted"), OPENED, ROW)
+    result = run_bench(ask(types_request(F16, Q8, compares_output=False)))
+    assert (result.interrupted, result.types) == (True, (ROW[1],))
+
+
+def test_an_error_that_ends_all_comes_after_what_was_measured(ask: Ask, ends: Callable[..., None]) -> None:
+    ends(WriteError("disk full"), OPENED, ROW)
+    results: list[BenchResult] = []
+    request = ask(types_request(F16, Q8, compares_output=False), on_result=results.append)
+    with pytest.raises(WriteError, match="disk full"):
+        run_bench(request)
+    assert [result.types for result in results] == [(ROW[1],)]
+    assert results[0].work_dir == str(request.work_dir)
 
 
 @pytest.mark.slow

@@ -198,7 +198,10 @@ def test_more_users_than_sequences_or_than_memory_holds_are_refused(
     assert result.memory_limit_bytes == 10**9
     reasons = dict(result.failed)
     assert reasons["none"] == "255 users need a sequence each, a context has 254"
-    assert re.fullmatch(r"about \d+\.\d GB of memory are needed, 900 MB can be had", reasons["cross-process"])
+    assert re.fullmatch(
+        r"about \d+\.\d GB of memory are needed, 900 MB may be used: 90% of the 1\.0 GB available",
+        reasons["cross-process"],
+    )
     assert result.rows == ()
     assert told.notices[0].startswith("each user has 9,016 tokens, the model was trained with contexts of 8,192")
 

@@ -200,12 +200,17 @@ def test_recurrent_memory_takes_nothing_for_a_token(models, tmp_path: Path) -> N
     assert measure_pair(Told(), job_of(models.MR, tmp_path)).state_bytes_per_token == 0
 
 
-def test_repeats_are_counted_and_a_row_is_told_after_each(models, tmp_path: Path) -> None:
+def test_repeats_are_counted_and_a_row_is_told_after_each_measurement(models, tmp_path: Path) -> None:
     link, job = Told(), job_of(models.M, tmp_path, n_repeats=3)
     row = measure_pair(link, job)
     told: list[TypeResult] = link.of("row")
-    assert [partial.lengths[0].save_s.n_runs for partial in told] == [1, 2, 3]
-    assert [partial.fork_s for partial in told] == [None] * 3
+    assert [len(partial.lengths) for partial in told] == [1, 2, 3, 4, 5, 6] + [6] * 15
+    assert [partial.lengths[0].save_s.n_runs for partial in told] == [1] * 13 + [2] + [3] * 7  # back and forth
+    assert {partial.fork_s for partial in told} == {None}
+    first = told[0]
+    assert (first.lengths[0].n_tokens, first.prompt_tokens_per_s, first.decode_tokens_per_s) == (2, None, None)
+    assert (first.peak_rss_bytes, first.break_even_warm) == (None, break_even_warm(first.lengths))
+    assert link.messages[0] == ("opened",)
     assert told[-1].lengths == row.lengths
     assert {length.prefill_s.n_runs for length in row.lengths} == {3}
     assert row.decode_tokens_per_s.n_runs == row.fork_s.n_runs == 3
