@@ -50,7 +50,8 @@ class Shortage:
 class Run(Protocol):
     """A sequence under way. Each step decodes its pending token, chooses the next and appends it as the new pending
     one, until it is over: ``finish_reason`` is ``stop`` (an end-of-generation token or a stop string), ``length``,
-    ``context`` (no room for more), ``timeout`` or ``interrupted``; or else ``error`` is set.
+    ``context`` (no room for more), ``timeout``, ``interrupted``, or ``restored`` of a run that was adopted; or else
+    ``error`` is set.
 
     The choice at a position depends on the tokens before it, the settings, the seed and the position only, so a run
     that was saved and resumed anywhere gives the same tokens. Times are ``time.perf_counter`` values, 0 before they

@@ -26,7 +26,7 @@ from llamakv.server.conversations import Conversation, Conversations, Place, exc
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.jobs import Job, LlamaAnswer, Outbox
 from llamakv.server.loader import Loader
-from llamakv.server.prompts import Prompt, Prompts
+from llamakv.server.prompts import Prompt, Prompts, is_long
 from llamakv.server.queue import RETRY_UNKNOWN_S, Queue
 from llamakv.server.saver import Saver
 from llamakv.server.sizes import Room
@@ -90,13 +90,14 @@ class Answers:
         self._conversations = conversations
         self._room = room
         self._saves = saves
-        self._prompts = Prompts(opened, conversations, loader.load_words)
+        self._prompts = Prompts(opened, conversations, loader.load_words, n_tokens_max=room.n_ctx_max)
         self._lock = threading.Lock()
         self._claims: dict[Job, tuple[Prompt, Claim]] = {}
         self._is_closed = False
         self.queue = Queue(room.n_parallel, n_waiting_max)
         self.sums = Sums()
         self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
+        self.preparing_long = ThreadPoolExecutor(1, thread_name_prefix="llamakv-prepare-long")
         self.loading = ThreadPoolExecutor(_N_LOADING, thread_name_prefix="llamakv-load")
 
     def under_way(self, space: str) -> list[tuple[Job, str]]:
@@ -111,7 +112,7 @@ class Answers:
     def close(self) -> None:
         """End the threads, which use the scheduler; what is being brought from the store is not waited for long."""
         self._is_closed = True
-        for pool in (self.preparing, self.loading):
+        for pool in (self.preparing, self.preparing_long, self.loading):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _check_open(self) -> None:
@@ -131,7 +132,8 @@ class Answers:
         claims: list[Claim] = []
         unwanted = threading.Event()
         try:
-            prompt = await in_thread(self.preparing, partial(self._prepare, ask, claims, unwanted))
+            pool = self.preparing_long if is_long(ask.prompt) else self.preparing  # one that is long delays no others
+            prompt = await in_thread(pool, partial(self._prepare, ask, claims, unwanted))
             source = await self._bring(ask.space, prompt, deadline_s, unwanted)
             return self._submit(ask, prompt, claims, source, deadline_s)
         except BaseException:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llamakv.engine.prompt import ChatTemplate, plan_turn
-from llamakv.errors import LlamakvError, UsageError
+from llamakv.errors import LlamakvError, NoRoomError, UsageError
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.reading import placed, template_of, tokenise
 from llamakv.records import Message
@@ -17,6 +17,13 @@ from llamakv.server.conversations import Conversation, Conversations, Known, Wor
 
 _TEMPLATE_S = 60.0
 """How long a template's present time holds: conversations begun in the same minute read the same text."""
+
+_N_LONG = 1 << 16
+"""Characters of a long text, which takes the engine a while: for 4 MB that was 3 to 6 s, and with many special tokens
+the square of their number (1.7 s for 20,000 of them)."""
+
+_N_MANY = 1000
+"""Messages that make a long text, too: each brings special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +42,32 @@ class Prompt:
     goes_on: bool = False
 
 
+Asked = tuple[ChatMessage, ...] | str | tuple[int, ...]
+
+
+def is_long(prompt: Asked) -> bool:
+    """Whether making a prompt out may take so long that others should not wait for it."""
+    if isinstance(prompt, str):
+        return len(prompt) > _N_LONG
+    n_characters = sum(len(message.content) for message in prompt if isinstance(message, ChatMessage))
+    return len(prompt) > _N_MANY or n_characters > _N_LONG
+
+
 class Prompts:
     """Makes requests out. ``load`` brings back what a conversation was that is in the store only; it may fail with a
-    ``LlamakvError``. Safe between threads; not quick."""
+    ``LlamakvError``. A prompt has ``n_tokens_max`` tokens at most. Safe between threads; not quick."""
 
-    def __init__(self, opened: OpenModel, conversations: Conversations, load: Callable[[Conversation], None]) -> None:
+    def __init__(
+        self,
+        opened: OpenModel,
+        conversations: Conversations,
+        load: Callable[[Conversation], None],
+        *,
+        n_tokens_max: int,
+    ) -> None:
         self._opened = opened
+        self._n_tokens_max = n_tokens_max
+        self._n_longest = 0
         self._conversations = conversations
         self._load = load
         self._lock = threading.Lock()
@@ -52,13 +79,34 @@ class Prompts:
 
         Raises:
             UsageError: it is empty, or the chat template refuses it, or there is none, or a token does not exist.
+            NoRoomError: it is so long that it need not be tokenised to know that it does not fit.
         """
         prompt = ask.prompt
+        self._refuse_endless(prompt)
         if isinstance(prompt, str):
             return self._text(ask.space, prompt)
         if prompt and isinstance(prompt[0], ChatMessage):
             return self._chat(ask.space, [message for message in prompt if isinstance(message, ChatMessage)])
         return self._tokens(ask.space, tuple(token for token in prompt if isinstance(token, int)))
+
+    def _refuse_endless(self, prompt: Asked) -> None:
+        if not is_long(prompt):
+            return
+        # every message and every token id takes a token at least
+        n_least = -(-len(prompt) // self._longest()) if isinstance(prompt, str) else len(prompt)
+        if n_least >= self._n_tokens_max:
+            raise NoRoomError(
+                f"the prompt has {n_least:,} tokens at least, and a conversation may have {self._n_tokens_max:,}",
+                needed=n_least + 1,
+                limit=self._n_tokens_max,
+            )
+
+    def _longest(self) -> int:
+        """Bytes of the longest token: no token is more characters."""
+        if not self._n_longest:
+            model, n_vocab = self._opened.model, self._opened.info.n_vocab
+            self._n_longest = max(len(model.token_bytes(token, special=True)) for token in range(n_vocab))
+        return self._n_longest
 
     # ------------------------------------------------------------ a chat
 
