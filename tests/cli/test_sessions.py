@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ class TestInspect:
         short, full = run("inspect", path).out, run("inspect", path, "--sections").out
         assert "[4864, 5120)" in short
         assert "8 more sections: --sections lists all 20" in short
-        assert [line.split()[0] for line in full.splitlines() if " cells  [" in line] == list(map(str, range(20)))
+        assert re.findall(r"^(\d+) cells ", full, re.MULTILINE) == list(map(str, range(20)))
         assert inspect_command.MOST_ROWS == 12
 
     def test_json_has_the_promised_keys(self, run: Callable[..., Ran], session: Path) -> None:
