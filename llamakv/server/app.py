@@ -59,8 +59,8 @@ def make_app(service: Service, options: ServeOptions) -> Starlette:
     }
 
     async def health(_: Request) -> Response:
-        ready = service.is_ready
-        return json_response({"status": "ok" if ready else "stopping"}, status=200 if ready else 503)
+        status = "failed" if service.failure is not None else "ok" if service.is_ready else "stopping"
+        return json_response({"status": status}, status=200 if status == "ok" else 503)
 
     async def told(_: Request) -> Response:
         return Response(metrics.text(), media_type=metrics.content_type, headers={"Cache-Control": "no-store"})

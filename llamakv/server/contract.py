@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llamakv.errors import LlamakvError
 from llamakv.records import Sampling
 
 
@@ -153,6 +154,10 @@ class Service(Protocol):
     def is_ready(self) -> bool:
         """Whether requests are taken; not while it stops, or after the engine failed."""
 
+    @property
+    def failure(self) -> LlamakvError | None:
+        """Why the engine does not work any more; then only stopping is left."""
+
     async def ask(self, ask: Ask) -> Answer:
         """Queue a request.
 
@@ -188,4 +193,8 @@ class Service(Protocol):
         """Whether its cells stay in memory whatever comes. Raises: NotFoundError, NoRoomError."""
 
     async def stop(self, timeout_s: float) -> None:
-        """Take no more, let what is under way end within the time, save what is not saved, free everything."""
+        """Take no more, let what is under way end within the time, save what is not saved, free everything. May be
+        called again while it runs: the shorter time counts.
+
+        Raises: WriteError (something could not be saved).
+        """

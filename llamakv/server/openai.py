@@ -76,6 +76,8 @@ class TextEndpoint:
 
 def refuse_while_stopping(service: Service) -> None:
     """Raises: HttpError: 503, requests are not taken."""
+    if service.failure is not None:
+        raise HttpError(503, "the engine failed, and the server ends", code="engine", retry_after_s=30)
     if not service.is_ready:
         raise HttpError(503, "the server is stopping", code="stopping", retry_after_s=5)
 

@@ -137,12 +137,12 @@ def run_server(
     cannot be served; connections are taken after that. ``should_stop`` is asked ten times a second how often the user
     said so. From the first time on new requests get 503, those under way have ``grace_s`` seconds to end, and what is
     not saved is saved; from the second time on they have none. ``on_error`` gets what went wrong inside the server,
-    ``on_log`` a line for each request. All callbacks run on the calling thread.
+    ``on_log`` a line for each request. All callbacks run on the calling thread. If the engine fails it stops by itself.
 
     Raises:
         UsageError: the address cannot be had, or is open to other machines and there are no keys.
         AddressInUseError: somebody else has it.
-        LlamakvError: what ``make_service`` raises, or the service where it could not save.
+        LlamakvError: what ``make_service`` raises, why the engine failed, or the service where it could not save.
     """
     address = _resolve(host, port)
     is_local = is_loopback(address[1][0])
@@ -167,6 +167,8 @@ def run_server(
         began_s = time.monotonic()
         with _logging(on_error, on_log):
             asyncio.run(server.serve_until_stopped(listener))
+    if service.failure is not None:
+        raise service.failure
     return Served(
         model=service.model,
         counts=service.counts,
@@ -275,7 +277,7 @@ class _Server(uvicorn.Server):
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        n_asked = self._should_stop()
+        n_asked = self._should_stop() or int(self._service.failure is not None)
         if n_asked and not self._stops:
             self._stop(self._grace_s)
         if n_asked > 1 and len(self._stops) == 1:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llamakv.engine.contract import Scheduler
 from llamakv.engine.llamacpp.dry_run import LlamaEstimator
 from llamakv.engine.memory import TokenMemory
-from llamakv.errors import EngineError
+from llamakv.errors import EngineError, LlamakvError
 from llamakv.ops.budget import Budget
 from llamakv.ops.copying import Within
 from llamakv.ops.matching import FoundModel, stamp_of
@@ -218,6 +218,11 @@ class LlamaService:
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         return self._stop is None and not self._is_closed and self._engine.error is None
+
+    @property
+    def failure(self) -> LlamakvError | None:
+        """Why the engine does not work any more."""
+        return self._engine.error
 
     @property
     def counts(self) -> ServiceCounts:

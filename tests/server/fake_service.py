@@ -71,6 +71,7 @@ class FakeService:
         self.model = MODEL
         self.counts = COUNTS
         self.is_ready = True
+        self.failure: LlamakvError | None = None
         self.script: Callable[[Ask], Sequence[Step]] = lambda ask: [
             piece for index in range(ask.n_choices) for piece in say("Hel", "lo", index=index)
         ]

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
-from llamakv.errors import UsageError, WriteError
+from llamakv.errors import EngineError, UsageError, WriteError
 from llamakv.server import run as run_module
+from llamakv.server.app import make_app
 from llamakv.server.contract import AnswerPiece
 from llamakv.server.limits import ServeOptions
 from llamakv.server.run import AddressInUseError, Ready, Served, is_loopback, run_server
@@ -316,3 +318,21 @@ def _is_dropped(client: socket.socket) -> bool:
         return client.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def test_a_server_whose_engine_failed_ends_by_itself_with_that_error() -> None:
+    service = KeepingService()
+    with running(service, grace_s=FOREVER) as server:
+        service.failure = EngineError("the engine failed: status -3")
+        server.end()
+        assert server.failed is service.failure
+        assert (server.n_stops, service.stops[0]) == (0, FOREVER)
+
+
+def test_while_it_ends_clients_are_told_that_the_engine_failed() -> None:
+    service = KeepingService()
+    service.failure = EngineError("the engine failed: status -3")
+    with TestClient(make_app(service, ServeOptions()), base_url="http://localhost") as client:
+        health, answer = client.get("/health"), client.post("/v1/chat/completions", json={"messages": []})
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the engine failed, and the server ends")

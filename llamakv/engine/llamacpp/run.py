@@ -12,7 +12,7 @@ from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.sampler import TokenChooser, TokenProbabilities
 from llamakv.engine.text import TextStream, open_character
-from llamakv.errors import LlamakvError
+from llamakv.errors import EngineError, LlamakvError
 
 
 class LlamaRun:
@@ -115,7 +115,13 @@ class LlamaRun:
         assert self.request is not None
         n_top = self.request.n_top_logprobs
         probabilities = None if n_top is None else TokenProbabilities(context, index, self._n_vocab)
-        token = self.writer.chooser.choose(context, len(self.tokens), index)
+        try:
+            token = self.writer.chooser.choose(context, len(self.tokens), index)
+        except EngineError as error:
+            if self.is_guest:
+                raise
+            self.fail(error)
+            return
         if token is None:  # the grammar is at its end, or at a place where all it allows is forbidden
             self.end("stop")
             return

@@ -6,16 +6,19 @@ import ctypes
 import hashlib
 import math
 import struct
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from llamakv.engine.contract import TokenLogprob
+from llamakv.engine.grammar import check_grammar
 from llamakv.engine.llamacpp.native import Pointer, api
-from llamakv.errors import UsageError
+from llamakv.errors import EngineError, UsageError
 from llamakv.records import Sampling
 
-_MAX_NESTING = 500  # of a grammar's brackets; 30,000 overflowed the stack
+_MAX_GRAMMAR_S = 0.5
+"""Processor time for one token's grammar: what the engine follows may double with each token, and others wait."""
 
 _MAX_PENALTY_TOKENS = 1 << 20
 """The engine makes room for all of a penalty's tokens at once (4 bytes each); no context is longer than this."""
@@ -68,7 +71,7 @@ class TokenChooser:
                 api.llama_sampler_accept(penalties, token)
             self._add(penalties)
         if sampling.grammar is not None:
-            _check_grammar(sampling.grammar)
+            check_grammar(sampling.grammar)
             grammar = api.llama_sampler_init_grammar(vocab, sampling.grammar.encode(), b"root")
             if not grammar:
                 raise UsageError("the grammar cannot be read: it must be GBNF with a rule named root")
@@ -95,7 +98,11 @@ class TokenChooser:
 
     def choose(self, context: Pointer, position: int, index: int) -> int | None:
         """The token for ``position``, from the logits at ``index`` of the last decode call; counts it as said. None if
-        the grammar and the logit bias together allow none."""
+        the grammar and the logit bias together allow none.
+
+        Raises:
+            EngineError: the grammar takes too long.
+        """
         if self._is_random:
             if api.llama_sampler_chain_n(self._chain) > self._n_fixed:
                 api.llama_sampler_free(api.llama_sampler_chain_remove(self._chain, self._n_fixed))
@@ -107,6 +114,7 @@ class TokenChooser:
     def _choose_carefully(self, context: Pointer, index: int) -> int | None:
         """As ``llama_sampler_sample``, but what the grammar does not allow is never counted as said: that ends the
         process (a C++ exception)."""
+        started_s = time.thread_time()
         candidates, logits = self._candidates, api.llama_get_logits_ith(context, index)
         candidates["id"] = np.arange(self._n_vocab)
         candidates["logit"] = np.ctypeslib.as_array(logits, (self._n_vocab,))
@@ -117,6 +125,11 @@ class TokenChooser:
         if not math.isfinite(chosen.logit):
             return None
         api.llama_sampler_accept(self._chain, chosen.id)
+        if time.thread_time() - started_s > _MAX_GRAMMAR_S:
+            raise EngineError(
+                f"the grammar is too ambiguous: one token of it took more than {_MAX_GRAMMAR_S} s",
+                hint="write it so that one text has one way through it",
+            )
         return int(chosen.id)
 
     def close(self) -> None:
@@ -145,18 +158,6 @@ class TokenProbabilities:
         ordered = sorted((int(i) for i in found), key=lambda i: (-float(self._logits[i]), i))
         top = tuple((i, float(self._logits[i]) - self._log_sum) for i in ordered)
         return TokenLogprob(token=token, logprob=float(self._logits[token]) - self._log_sum, top=top)
-
-
-def _check_grammar(text: str) -> None:
-    """Refuse what the engine's parser cannot stand: it recurses into brackets, and stops at a zero byte."""
-    if "\0" in text:
-        raise UsageError("the grammar has a zero byte in it")
-    depth = deepest = 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    if deepest > _MAX_NESTING:
-        raise UsageError(f"the grammar is nested too deeply: more than {_MAX_NESTING} brackets are open at once")
 
 
 def _has_penalties(sampling: Sampling) -> bool:

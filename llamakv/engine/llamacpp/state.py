@@ -170,6 +170,10 @@ class StateCutter:
                 expected=max(first, 0),
                 actual=max(low, whole_from),
             )
+        if not self._has_all(context, seq_id, max(first, 0), n_cells):
+            raise MismatchError(
+                f"the stored state lacks some of positions {max(first, 0)} to {n_cells - 1} of windowed layers"
+            )
 
     # ------------------------------------------------------------ back
 
@@ -179,7 +183,36 @@ class StateCutter:
         if self._kind in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
             return False
         low = max(context.position_range(seq_id)[0], whole_from)
-        return low == 0 or (self._n_window > 0 and low <= n_cells - self._n_window)
+        first = max(n_cells - self._n_window, 0) if self._n_window else 0
+        return low in range(first + 1) and self._has_all(context, seq_id, first, n_cells)
+
+    def _has_all(self, context: NativeContext, seq_id: int, p0: int, p1: int) -> bool:
+        """Whether windowed layers have every position in ``[p0, p1)`` of a sequence. What is out of a sequence's window
+        the engine may give to others, also from the middle of what it has; the sequence's last cells tell how many
+        bytes a cell takes that is all there."""
+        if not self.is_windowed or self._in_one_piece or p1 <= p0:
+            return True
+        _, high = context.position_range(seq_id)
+        last = max(high - 1, 0)
+        if any(not self._has_one(context, seq_id, position) for position in {high, last}):
+            return False
+        one = self._size(context, seq_id, high, high + 1)
+        each = self._size(context, seq_id, last, high + 1) - one
+        return self._size(context, seq_id, p0, p1) == one + each * (p1 - p0 - 1)
+
+    @staticmethod
+    def _has_one(context: NativeContext, seq_id: int, position: int) -> bool:
+        context.copy(seq_id, SCRATCH, position, position + 1)
+        low, _ = context.position_range(SCRATCH)
+        context.remove(SCRATCH)
+        return low == position
+
+    @staticmethod
+    def _size(context: NativeContext, seq_id: int, p0: int, p1: int) -> int:
+        context.copy(seq_id, SCRATCH, p0, p1)
+        size = context.state_size(SCRATCH)
+        context.remove(SCRATCH)
+        return size
 
     def go_back_to_tail(self, context: NativeContext, seq_id: int, n_cells: int, tail: memoryview | None) -> None:
         """Make a sequence what it was at ``n_cells``, where ``tail`` was taken; None or 0: empty it."""
