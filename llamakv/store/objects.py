@@ -13,7 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamakv.errors import DamagedError, FormatError, LlamakvError, NewerFormatError, NotFoundError, ReadError
+from llamakv.errors import (
+    ConflictError,
+    DamagedError,
+    FormatError,
+    LlamakvError,
+    NewerFormatError,
+    NotFoundError,
+    ReadError,
+)
 from llamakv.store import codec, files, format
 from llamakv.store.codec import CodecError, EncodedSection, Encoding
 from llamakv.store.digests import N_DIGEST_BYTES, digest_bytes
@@ -167,6 +175,11 @@ def check_object(found: OpenObject) -> None:
 def damaged(path: Path, reason: str) -> FormatError:
     """Return the error for an object that is not what its name says."""
     return DamagedError(f"damaged section '{path}': {reason}", path=str(path))
+
+
+def replaced(path: Path) -> ConflictError:
+    """Return the error for an index that is not what it was when it was locked."""
+    return ConflictError(f"'{path}' was replaced or removed while it was saved", path=str(path))
 
 
 def lost(path: Path, digest: str) -> FormatError:

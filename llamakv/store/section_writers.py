@@ -175,14 +175,15 @@ class ObjectWriter:
         )
         return self._row(row)
 
-    def keep(self, base: Path, sections: Iterable[StoredSection]) -> None:
-        """Claim the objects of sections that an index goes on to refer to.
+    def keep(self, base: Path, sections: Iterable[StoredSection], locked_fd: int) -> None:
+        """Claim the objects of sections that an index, open and locked as ``locked_fd``, goes on to refer to.
 
-        Raises: DamagedError (one is not there any more), WriteError.
+        Raises: DamagedError (one is not there any more), ConflictError (nor is the index, since somebody put another
+        session in its place without having seen it), WriteError.
         """
         missing = self._claim.add(section.digest for section in sections if section.in_store)
         if missing:
-            raise objects.lost(base, missing[0])
+            raise objects.lost(base, missing[0]) if files.is_at(locked_fd, base) else objects.replaced(base)
 
     def sync(self) -> None:
         """Make all of it durable. Raises: WriteError."""

@@ -313,7 +313,7 @@ def _replace_index(
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_object_writer(path))
         assert store is not None
-        store.keep(path, keep)
+        store.keep(path, keep, locked_fd)
         stored = list(keep)
         if not all(section.in_store for section in keep):
             source = stack.enter_context(SessionReader(path))
@@ -324,7 +324,7 @@ def _replace_index(
         files.keep_owner(fd, locked_fd)
         info = _finish_new(file, store, fd, path, record, stored, generation=base.generation + 1, is_partial=is_partial)
         if not files.is_at(locked_fd, path):  # the lock does not keep anybody from renaming
-            raise ConflictError(f"'{path}' was replaced or removed while it was saved", path=str(path))
+            raise objects.replaced(path)
         if used_ns is not None:
             files.set_time_of(fd, used_ns)
         return info

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from llamakv.errors import NewerFormatError, NotFoundError, WriteError
+from llamakv.errors import ConflictError, NewerFormatError, NotFoundError, WriteError
 from llamakv.store import files, format, session_store
 from llamakv.store.collector import collect
 from llamakv.store.objects import CLAIMS, Objects
+from llamakv.store.section_writers import ObjectWriter
 from llamakv.store.session_file import (
     SessionReader,
     change_lineage,
@@ -132,6 +133,23 @@ def test_a_session_removed_just_before_it_is_changed_is_not_found(root):
 
     with pytest.raises(NotFoundError):
         change_lineage(info.path, change)
+
+
+def test_a_session_replaced_and_collected_under_a_writers_hands_is_a_conflict_and_no_damage(root, monkeypatch):
+    """Who overwrites a place that was empty when it looked does not know of who locked what came there since."""
+    base = save(root, "a")
+    real = ObjectWriter.keep
+
+    def late(self, path, sections, locked_fd):
+        create_session(root / "other.bin", make_record(4), [cells(0, 3)])
+        os.replace(root / "other.bin", path)
+        collect(root)
+        real(self, path, sections, locked_fd)
+
+    monkeypatch.setattr(ObjectWriter, "keep", late)
+    with pytest.raises(ConflictError, match="replaced or removed while it was saved"):
+        extend_session(base, make_record(4), keep=base.sections, new=[cells(2, 3)])
+    check(root)
 
 
 def test_a_session_saved_just_before_it_is_removed_leaves_no_objects(root, monkeypatch):
