@@ -44,6 +44,7 @@ def open_service(request, reporter):
 sys.modules["llamakv.server.service"] = module = types.ModuleType("service")
 module.open_service = open_service
 from llamakv.cli import app
+from llamakv.cli.commands import serve as serve_command
 app.main()
 """
 ROOT = Path(run_module.__file__).parents[2]
@@ -341,4 +342,16 @@ def test_other_machines_are_not_served_without_keys_and_no_model_is_looked_for(h
     assert done.stderr.splitlines() == [
         "error: 0.0.0.0 is open to other machines, and there are no API keys",
         "hint: head -c 24 /dev/urandom | base64 > keys.txt && llamakv serve --host 0.0.0.0 --api-key-file keys.txt",
+    ]
+
+
+def test_without_its_libraries_it_says_what_to_install(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "LIBRARIES", ("starlette", "no_such_library"))
+    ran = run("serve")
+    assert ran.status == 2
+    assert ran.err.splitlines() == [
+        "error: serving needs no_such_library, which is not installed",
+        'hint: pip install "llamakv[serve]"',
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import stat
@@ -141,6 +142,10 @@ class LimitsGroup:
     ] = None  # fmt: skip
 
 
+LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
+"""What the extra brings."""
+
+
 @takes_options
 def serve(
     output: Output,
@@ -158,6 +163,9 @@ def serve(
     """
     from llamakv.cli.reporting import running
 
+    missing = next((name for name in LIBRARIES if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        raise UsageError(f"serving needs {missing}, which is not installed", hint='pip install "llamakv[serve]"')
     if room.no_store and (store.store is not None or room.warm):
         option = "--store" if store.store is not None else "--warm"
         raise UsageError(f"{option} needs a store, and --no-store means none", hint="leave one of them out")
