@@ -348,7 +348,7 @@ def test_other_machines_are_not_served_without_keys_and_no_model_is_looked_for(h
 def test_without_its_libraries_it_says_what_to_install(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_command, "LIBRARIES", ("starlette", "no_such_library"))
+    monkeypatch.setattr("llamakv.cli.commands.serve.LIBRARIES", ("starlette", "no_such_library"))
     ran = run("serve")
     assert ran.status == 2
     assert ran.err.splitlines() == [
