@@ -94,8 +94,8 @@ def test_commands_that_need_no_engine_start_at_once(model_path: Path, tmp_path: 
         rows.append((" ".join(words[:1]), _least([program, *words])))
     bare = _least([sys.executable, "-c", "import typer, rich.table"])
     show("processor seconds, least of 7", [(name, f"{s:.3f} s") for name, s in [*rows, ("import typer, rich", bare)]])
-    for _, seconds in rows:
-        assert seconds < max(0.25, 3.5 * bare)
+    for name, seconds in rows:  # --help shows all commands, and imports them
+        assert seconds < max(0.25, (6 if name == "--help" else 4) * bare)
 
 
 def _least(command: list[str]) -> float:
