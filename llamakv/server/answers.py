@@ -318,6 +318,7 @@ class Answers:
             template=prompt.template,
             messages=messages,
             said=said,
+            marks=prompt.marks,
             sampling=job.request.sampling,
             is_exact=self._is_exact(tokens[n_prompt:], text),
             run=run,

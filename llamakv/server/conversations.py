@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import defaultdict
@@ -13,6 +12,7 @@ from llamakv.engine.contract import Run
 from llamakv.engine.prefix import n_common
 from llamakv.records import Message, Sampling
 from llamakv.server.contract import ChatMessage
+from llamakv.server.digests import Spoken, message_digests, text_state
 from llamakv.store.session_file import SessionInfo
 
 N_KNOWN_MAX = 4096
@@ -21,7 +21,8 @@ N_KNOWN_MAX = 4096
 
 _N_EXCERPT = 80
 
-Spoken = ChatMessage | Message
+N_MARKS_MAX = 64
+"""Earlier replies of a raw text that are remembered, so that it can be gone on with from there in another way."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -41,8 +42,9 @@ class Conversation:
     what they mean may be there only, too (``is_loaded`` is False).
 
     ``created_s`` is the time that its chat template takes for now. ``n_settled`` of its cells are what ``place`` holds;
-    ``parent`` is what it was forked from. ``said`` is, of raw text, the text as its user knows it, of ``n_said``
-    characters; ``is_exact`` says that the tokens of the last reply are its text. ``is_named``: its user gave it its
+    ``parent`` is what it was forked from. ``said`` is, of raw text, the text as its user knows it;
+    ``marks`` are where earlier replies of it end, as characters and tokens (in memory only). ``is_exact`` says that the
+    tokens of the last reply are its text. ``is_named``: its user gave it its
     name. ``is_wanted``: it is to be saved; ``is_saved``: the store has all of it; ``failed_s`` is when saving it last
     failed. ``is_let_go``: its cells may be given to others. ``is_gone``: another has taken its place. ``changed_s`` is
     what its file's time was when it was read there.
@@ -57,7 +59,7 @@ class Conversation:
     template: str | None = None
     messages: tuple[Message, ...] = ()
     said: str | None = None
-    n_said: int = 0
+    marks: tuple[tuple[int, int], ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     is_exact: bool = True
     is_loaded: bool = True
@@ -86,11 +88,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Known:
-    """The first ``n_messages`` of a conversation are its first ``n_tokens`` tokens; of raw text ``n_messages`` is 0."""
+    """The first ``n_messages`` of a conversation, or ``n_said`` characters of raw text, are its first ``n_tokens``
+    tokens."""
 
     conversation: Conversation
-    n_messages: int
     n_tokens: int
+    n_messages: int = 0
+    n_said: int = 0
 
 
 class Conversations:
@@ -99,8 +103,8 @@ class Conversations:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._named: dict[str, dict[str, Conversation]] = defaultdict(dict)
-        self._known: dict[bytes, Known] = {}
-        self._lengths: dict[str, dict[int, int]] = defaultdict(dict)  # of raw texts: how many have each length
+        self._known: dict[bytes, dict[Known, None]] = {}  # what several conversations begin with is known of each
+        self._lengths: dict[str, dict[int, int]] = defaultdict(dict)  # of raw texts: how many are known to each length
         self._active: dict[tuple[str, str], int] = {}
 
     # ------------------------------------------------------------ by name
@@ -205,26 +209,24 @@ class Conversations:
     def find_chat(self, space: str, messages: Sequence[ChatMessage]) -> Iterator[Known]:
         """Conversations that these messages begin with, the longest beginning first; of all messages only as far as
         they were a prompt."""
-        digests = list(_message_digests(space, messages))
+        digests = list(message_digests(space, messages))
         for n in range(len(messages), 0, -1):
             with self.lock:
-                known = self._known.get(digests[n - 1])
-            if known is not None and not (n == len(messages) and messages[-1].role == "assistant"):
-                yield known
+                found = list(self._known.get(digests[n - 1], ()))
+            if n < len(messages) or messages[-1].role != "assistant":
+                yield from reversed(found)
 
     def find_text(self, space: str, text: str) -> Iterator[Known]:
         """Raw texts that this one begins with, the longest first."""
         with self.lock:
             lengths = sorted(n for n in self._lengths[space] if n <= len(text))
-        found = []
-        state, begin = _text_state(space), 0
+        found: list[Known] = []
+        state, begin = text_state(space), 0
         for n in lengths:
             state.update(text[begin:n].encode("utf-8", "surrogatepass"))
             begin = n
             with self.lock:
-                known = self._known.get(state.digest())
-            if known is not None:
-                found.append(known)
+                found += self._known.get(state.digest(), ())
         yield from reversed(found)
 
     def find_tokens(self, space: str, tokens: Sequence[int]) -> Conversation | None:
@@ -239,9 +241,8 @@ class Conversations:
     def find_same(self, conversation: Conversation) -> Conversation | None:
         """One that is in memory and is the same to its last token."""
         with self.lock:
-            for key, known in conversation.keys[-1:]:
-                other = self._known.get(key)
-                if other is not None and other.n_tokens == known.n_tokens:
+            for key, _ in conversation.keys[-1:]:
+                for other in reversed(self._known.get(key, {})):
                     same = other.conversation
                     if same is not conversation and same.run is not None and same.tokens == conversation.tokens:
                         return same
@@ -255,59 +256,57 @@ class Conversations:
         """Work out what it is to be found by: each place where a reply of ours, or what one was to follow, ends."""
         space = conversation.space
         if conversation.template is None:
-            if conversation.said is not None and conversation.is_exact:
-                state = _text_state(space)
-                conversation.n_said = len(conversation.said)
-                state.update(conversation.said.encode("utf-8", "surrogatepass"))
-                known = Known(conversation=conversation, n_messages=0, n_tokens=conversation.n_tokens)
-                conversation.keys = [(state.digest(), known)]
+            conversation.keys = _keys_of_text(conversation)
             return
         keys = []
         messages = conversation.messages
-        for n, digest in enumerate(_message_digests(space, messages), 1):
+        for n, digest in enumerate(message_digests(space, messages), 1):
             message = messages[n - 1]
             is_last = n == len(messages)
             has_place = message.p1 > message.p0 and not message.is_open
             ends_turn = message.role == "assistant" or is_last or messages[n].role == "assistant"
             if has_place and ends_turn and (not is_last or conversation.is_exact):
-                keys.append((digest, Known(conversation=conversation, n_messages=n, n_tokens=message.p1)))
+                keys.append((digest, Known(conversation=conversation, n_tokens=message.p1, n_messages=n)))
         conversation.keys = keys
 
     def _learn_keys(self, conversation: Conversation) -> None:
+        lengths = self._lengths[conversation.space]
         for key, known in conversation.keys:
-            self._known[key] = known
-        if conversation.template is None and conversation.keys:
-            lengths = self._lengths[conversation.space]
-            lengths[conversation.n_said] = lengths.get(conversation.n_said, 0) + 1
+            self._known.setdefault(key, {})[known] = None
+            if conversation.template is None:
+                lengths[known.n_said] = lengths.get(known.n_said, 0) + 1
 
     def _forget_keys(self, conversation: Conversation) -> None:
+        lengths = self._lengths[conversation.space]
         for key, known in conversation.keys:
-            if self._known.get(key) is known:
+            found = self._known.get(key, {})
+            if known not in found:  # it was never learnt
+                continue
+            del found[known]
+            if not found:
                 del self._known[key]
-        if conversation.template is None and conversation.keys:
-            lengths = self._lengths[conversation.space]
-            lengths[conversation.n_said] -= 1
-            if not lengths[conversation.n_said]:
-                del lengths[conversation.n_said]
+            if conversation.template is None:
+                lengths[known.n_said] -= 1
+                if not lengths[known.n_said]:
+                    del lengths[known.n_said]
         conversation.keys = []
 
 
-def _message_digests(space: str, messages: Sequence[Spoken]) -> Iterator[bytes]:
-    """A digest of the first, the first two, ... messages. White space around a message does not count: clients trim,
-    and so do templates."""
-    state = hashlib.blake2b(digest_size=20, person=b"llamakv chat")
-    state.update(len(space).to_bytes(4, "little") + space.encode())
-    for message in messages:
-        for part in (message.role, message.content.strip()):
-            data = part.encode("utf-8", "surrogatepass")
-            state.update(len(data).to_bytes(8, "little") + data)
-        yield state.copy().digest()
-
-
-def _text_state(space: str) -> hashlib.blake2b:
-    state = hashlib.blake2b(digest_size=20, person=b"llamakv text")
-    state.update(len(space).to_bytes(4, "little") + space.encode())
-    return state
+def _keys_of_text(conversation: Conversation) -> list[tuple[bytes, Known]]:
+    """What raw text is found by: each place where a reply ends."""
+    said = conversation.said
+    if said is None:
+        return []
+    ends = list(conversation.marks[-N_MARKS_MAX:])
+    if conversation.is_exact:
+        ends.append((len(said), conversation.n_tokens))
+    keys = []
+    state, begin = text_state(conversation.space), 0
+    for n_said, n_tokens in ends:
+        state.update(said[begin:n_said].encode("utf-8", "surrogatepass"))
+        begin = n_said
+        keys.append((state.digest(), Known(conversation=conversation, n_tokens=n_tokens, n_said=n_said)))
+    return keys
 
 
 # ---------------------------------------------------------------- told
@@ -351,19 +350,25 @@ class Words:
     template: str | None
     messages: tuple[Message, ...]
     said: str | None
+    marks: tuple[tuple[int, int], ...]
     created_s: float
 
 
 def words_of(one: Conversation) -> Words:
     """What a conversation is now; ``Conversations.lock`` is to be held."""
     return Words(
-        tokens=one.tokens, template=one.template, messages=one.messages, said=one.said, created_s=one.created_s
+        tokens=one.tokens,
+        template=one.template,
+        messages=one.messages,
+        said=one.said,
+        marks=one.marks,
+        created_s=one.created_s,
     )
 
 
 def unload(one: Conversation) -> None:
     """Leave to the store what it has of a conversation that is not in memory any more."""
-    one.is_loaded, one.tokens, one.messages, one.said = False, (), (), None
+    one.is_loaded, one.tokens, one.messages, one.said, one.marks = False, (), (), None, ()
     one.place.info, one.parent, one.n_settled = None, None, 0
 
 

@@ -29,15 +29,16 @@ _N_MANY = 1000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A request made out. ``messages`` have the ranges of ``tokens`` they are read at; ``said`` is the text that was
-    asked to be gone on with, None in a chat or where it is not known. ``base`` is the conversation it begins as, and
-    ``goes_on`` says that it is that one, to its end, with something new. ``now_s`` is the time its template takes for
-    now; ``template`` is None for raw text."""
+    asked to be gone on with, None in a chat or where it is not known, and ``marks`` are where replies in it end, as
+    characters and tokens. ``base`` is the conversation it begins as, and ``goes_on`` says that it is that one, to its
+    end, with something new. ``now_s`` is the time its template takes for now; ``template`` is None for raw text."""
 
     tokens: tuple[int, ...]
     now_s: float
     template: str | None = None
     messages: tuple[Message, ...] = ()
     said: str | None = None
+    marks: tuple[tuple[int, int], ...] = ()
     base: Conversation | None = None
     goes_on: bool = False
 
@@ -174,15 +175,23 @@ class Prompts:
         model = self._opened.model
         for known in self._conversations.find_text(space, text):
             words = self._words(known)
-            if words is None or words.said is None or not text.startswith(words.said):
+            if words is None or words.said is None or known.n_tokens > len(words.tokens):
                 continue
-            before = words.tokens
+            if not text.startswith(words.said[: known.n_said]):
+                continue
+            before = words.tokens[: known.n_tokens]
             if len(before) > 1 and model.is_end(before[-1]):
                 before = before[:-1]
-            rest = text[len(words.said) :]
+            rest = text[known.n_said :]
             new = model.tokenize(rest, add_special=False, parse_special=True) if rest else []
+            marks = [mark for mark in words.marks if mark[0] < known.n_said]
             return Prompt(
-                tokens=(*before, *new), now_s=words.created_s, said=text, base=known.conversation, goes_on=True
+                tokens=(*before, *new),
+                now_s=words.created_s,
+                said=text,
+                marks=(*marks, (known.n_said, len(before))),
+                base=known.conversation,
+                goes_on=known.n_said == len(words.said),
             )
         info = self._opened.info
         adds = not (info.bos and text.startswith(info.bos))

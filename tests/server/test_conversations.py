@@ -365,7 +365,8 @@ def test_the_longest_beginning_is_found_first_and_white_space_does_not_count() -
         conversations.add(one)
     assert found(conversations, "", "a", " b\n", "c", "d", "e")[0] == ("two", 40)
     assert found(conversations, "", "a", "b", "x")[0] == ("two", 20)
-    assert found(conversations, "", "a", "b", "c") == [("two", 30), ("two", 20), ("two", 10)]
+    fitting = [("two", 30), ("two", 20), ("one", 20), ("two", 10), ("one", 10)]
+    assert found(conversations, "", "a", "b", "c") == fitting
     assert found(conversations, "", "x") == []
     assert found(conversations, "elsewhere", "a", "b", "c") == []
 
@@ -378,6 +379,19 @@ def test_what_is_removed_is_not_found_any_more() -> None:
     conversations.remove(one)
     assert found(conversations, "", "a", "b", "c") == []
     assert conversations.get("", "one") is None
+
+
+def test_what_two_begin_with_is_found_when_one_of_them_is_gone() -> None:
+    conversations = Conversations()
+    one, two = talk("a", "b", "c", "d"), talk("a", "b", name="two")
+    for each in (one, two):
+        conversations.make_keys(each)
+        conversations.add(each)
+    assert [name for name, _ in found(conversations, "", "a", "b", "x")[:2]] == ["two", "one"]
+    conversations.remove(two)
+    assert found(conversations, "", "a", "b", "x")[0] == ("one", 20)
+    conversations.remove(one)
+    assert found(conversations, "", "a", "b", "x") == []
 
 
 def test_roles_and_contents_do_not_run_together() -> None:

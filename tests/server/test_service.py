@@ -150,6 +150,26 @@ def test_text_and_tokens_are_gone_on_with(model_path: Path, monkeypatch: pytest.
         run(service, act)
 
 
+def test_two_that_were_told_the_same_can_both_go_on_from_it(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, Ask(prompt=LONG, sampling=GREEDY))
+        same = await answer_to(service, Ask(prompt=LONG, sampling=GREEDY))
+        assert same.text == one.text
+        texts = spoil_tokeniser(service, monkeypatch)
+        n_there = one.usage.n_prompt + one.usage.n_generated - 1
+        two = await answer_to(service, Ask(prompt=f"{LONG}{one.text} and so", sampling=GREEDY))
+        other = await answer_to(service, Ask(prompt=f"{LONG}{one.text} or else", sampling=GREEDY))
+        third = await answer_to(service, Ask(prompt=f"{LONG}{one.text} and so{two.text} it is", sampling=GREEDY))
+        again = await answer_to(service, Ask(prompt=f"{LONG}{one.text} or not", sampling=GREEDY))
+        assert texts == [" and so", " or else", " it is", " or not"]
+        assert two.usage.n_cached == n_there
+        assert min(other.usage.n_cached, again.usage.n_cached) >= n_there  # and blanks they begin with alike
+        assert third.usage.n_cached == two.usage.n_prompt + two.usage.n_generated - 1
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
 def test_a_stop_string_is_not_said_and_not_taken_for_what_was_said(model_path: Path) -> None:
     async def act(service: LlamaService) -> None:
         whole = await answer_to(service, chat("hello there"))
