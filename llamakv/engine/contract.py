@@ -257,8 +257,22 @@ class Scheduler(Protocol):
     def let_go(self, run: Run) -> None:
         """Allow that the cells of a kept run are taken when others need them."""
 
+    def hold(self, run: Run) -> bool:
+        """Have a kept run's cells stay for somebody who is to begin with them, until ``unhold``: they are given to
+        others only when nobody is under way and nothing else can be had. False: they are gone already."""
+
+    def unhold(self, run: Run) -> None:
+        """Take back a ``hold`` that returned True."""
+
     def pin(self, run: Run, *, is_pinned: bool) -> None:
         """Keep the cells of a kept run whatever comes, or no longer."""
+
+    def pause(self, run: Run) -> bool:
+        """Let a run under way stand still with its cells, and the next one that waits have its place. False if it is
+        over, or still reads: it goes on then."""
+
+    def resume(self, run: Run) -> None:
+        """Go on with a run that was paused, beside ``n_parallel`` others if so many are under way."""
 
     def has_cells(self, run: Run) -> bool:
         """Whether a kept run still has its cells."""

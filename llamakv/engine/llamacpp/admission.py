@@ -105,7 +105,7 @@ class Admission:
         self.shortage = None
         while index < len(self.waiting):
             run = self.waiting[index]
-            n_under_way = sum(not active.is_guest for active in self._active)
+            n_under_way = sum(not active.is_guest and not active.is_paused for active in self._active)
             if not self._fits_at_all(run):
                 del self.waiting[index]
                 failed.append(run)
@@ -140,7 +140,7 @@ class Admission:
         n_cells = run.n_to_come - beginning.n_shared + n_more
         if self._fits(n_cells):
             return None
-        going = self._kept.that_may_go
+        going = self._kept.that_may_go()
         cells = [kept.cells for kept in going if kept.cells is not None]
         n_cells -= self.free + self._shared.n_freed(cells, beginning.cells, beginning.n_shared)
         has_sequence = self._shared.n_free_ids > 0 or bool(going)
@@ -179,7 +179,7 @@ class Admission:
         """Let kept runs go until there is room for a run, or none is left that may: the one used longest ago first, the
         one it begins with last. Returns what it begins with then; ``find`` looks for that again."""
         while not self._fits(run.n_to_come - beginning.n_shared + n_more):
-            going = self._kept.that_may_go
+            going = self._kept.that_may_go()
             owner = beginning.owner
             oldest = next((kept for kept in going if kept is not owner), owner if owner in going else None)
             if oldest is None:
@@ -198,7 +198,7 @@ class Admission:
 
     def drop_one(self) -> bool:
         """Free the cells of the kept run that is to go first; False if none may."""
-        going = self._kept.that_may_go
+        going = self._kept.that_may_go(is_last_resort=True)
         if going:
             self._drop(going[0])
         return bool(going)

@@ -73,10 +73,14 @@ class KeptRuns:
         """Whether some may still be let go of: they are neither that already nor pinned."""
         return self.shares_runs and any(not run.may_go and not run.is_pinned for run in self._runs)
 
-    @property
-    def that_may_go(self) -> list[LlamaRun]:
-        """Those whose cells may be given to others, in the order in which they are."""
-        return [run for run in self._runs if run.may_go and not run.is_pinned]
+    def that_may_go(self, *, is_last_resort: bool = False) -> list[LlamaRun]:
+        """Those whose cells may be given to others, in the order in which they are. Those that are held come last, and
+        only when nothing else can be had: nobody is under way, and all that could be let go of is."""
+        going = [run for run in self._runs if run.may_go and not run.is_pinned]
+        going.sort(key=lambda run: run.n_holds > 0)
+        if is_last_resort or not (self.are_awaited or any(not run.is_guest for run in self._active)):
+            return going
+        return [run for run in going if not run.n_holds]
 
     # ------------------------------------------------------------ what a run begins with
 

@@ -21,7 +21,8 @@ class LlamaRun:
     ``tokens`` is the sequence's own list: it grows by what is written. A run without a request only reads. A run with
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
 
-    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never.
+    ``may_go``, ``is_pinned`` and ``n_holds`` are for when it is kept: its cells may be given to others, or never, or
+    only when nothing else is left. ``is_paused`` is for before: it has its cells and does not go on.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class LlamaRun:
         self.cells = cells
         self.is_guest = cells is not None
         self.space = request.space if request is not None else ""
-        self.may_go = self.is_pinned = False
+        self.may_go = self.is_pinned = self.is_paused = False
+        self.n_holds = 0
         self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)

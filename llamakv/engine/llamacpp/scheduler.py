@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest, Shortage
+from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest
 from llamakv.engine.llamacpp.admission import Admission
 from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode, state_before, undo
+from llamakv.engine.llamacpp.keeping import RunsKept
 from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.engine.llamacpp.turns import TurnLock
 from llamakv.engine.memory import ContextMemory
 from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
 from llamakv.records import Sampling, StateSection
@@ -26,7 +26,7 @@ for each token as calls of 256 (one thread: SmolLM2 8.0 and 8.2 ms, Gemma 3 4.9 
 longer."""
 
 
-class LlamaScheduler:
+class LlamaScheduler(RunsKept):
     """``Scheduler`` of the contract. A call that also decodes reads ``n_read_max`` tokens at most; ``fills_memory``:
     free memory limits the cells too. ``admission``, ``lock`` and ``turn`` are for its sequences."""
 
@@ -57,19 +57,19 @@ class LlamaScheduler:
         self._over: list[LlamaRun] = []
         self._n_submitted = self._n_steps = self._n_decoded = 0
         self._is_closed = False
-        self.lock = TurnLock()
         self.flash_attn = shared.native.flash_attn
-        self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
-        self.admission = Admission(
+        kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
+        admission = Admission(
             shared,
             self._active,
-            self._kept,
+            kept,
             drop=self._free,
             info=info,
             n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
             fills_memory=fills_memory,
         )
+        super().__init__(kept, admission)
         self._root = LlamaSequence(self, shared, info=info, n_ctx_max=n_ctx_max)
         self._counts = self._count()
 
@@ -150,7 +150,7 @@ class LlamaScheduler:
 
     def cancel(self, run: Run) -> None:
         """End a run as interrupted, and free its cells unless they are a guest's."""
-        own = self._own(run)
+        own = self.own(run)
         with self.lock:
             own.end("interrupted")
             if own in self.admission.waiting:
@@ -165,7 +165,7 @@ class LlamaScheduler:
         Raises:
             ValueError: it is another scheduler's run, or is not over.
         """
-        own = self._own(run)
+        own = self.own(run)
         if not own.is_over:
             raise ValueError("the run is not over: cancel it")
         with self.lock:
@@ -177,29 +177,6 @@ class LlamaScheduler:
                 self._shared.drop(run.cells)
             run.cells = None
         self._kept.remove(run)
-
-    @property
-    def kept(self) -> Sequence[LlamaRun]:
-        """Runs that are over and have their cells; see the contract."""
-        with self.lock:
-            return list(self._kept)
-
-    @property
-    def shortage(self) -> Shortage | None:
-        """What the first run that waits lacks."""
-        return self.admission.shortage
-
-    def let_go(self, run: Run) -> None:
-        """Allow that a kept run's cells are taken when others need them."""
-        self._own(run).may_go = True
-
-    def pin(self, run: Run, *, is_pinned: bool) -> None:
-        """Keep a kept run's cells whatever comes, or no longer."""
-        self._own(run).is_pinned = is_pinned
-
-    def has_cells(self, run: Run) -> bool:
-        """Whether it still has its cells."""
-        return self._own(run).cells is not None
 
     def adopt(
         self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""
@@ -225,7 +202,7 @@ class LlamaScheduler:
             ValueError: it is another scheduler's run, or has no cells.
             EngineError: while this was taken piece by piece, its cells were freed.
         """
-        own = self._own(run)
+        own = self.own(run)
         cells = own.cells
         if cells is None:
             raise ValueError("the run kept no cells")
@@ -243,11 +220,6 @@ class LlamaScheduler:
             if section is None:
                 return
             yield section
-
-    def _own(self, run: Run) -> LlamaRun:
-        if not isinstance(run, LlamaRun) or run.owner is not self:
-            raise ValueError("the run is not one of this scheduler")
-        return run
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse what is no token.
@@ -323,12 +295,13 @@ class LlamaScheduler:
 
     def _compose(self) -> Part:
         """Who takes part in the next call, with how many tokens."""
-        runs = self._active
+        runs = [run for run in self._active if not run.is_paused]
         others_write = False
         if not self._shared.decodes_together and runs:
-            runs.append(runs.pop(0))  # each in its turn
             others_write = self._is_for_many and any(run.n_unread == 0 for run in runs)
-            runs = runs[-1:]
+            runs = runs[:1]
+            self._active.remove(runs[0])
+            self._active.append(runs[0])  # each in its turn
         return compose(runs, n_read_max=self._n_read_max, is_fair=self._is_for_many, others_write=others_write)
 
     def _advance(self, part: Part, should_abort: AbortCheck | None) -> None:
@@ -396,5 +369,6 @@ class LlamaScheduler:
     def _send_back(self, run: LlamaRun) -> None:
         """Let a run wait again, with what it has written; it is read again when its turn comes."""
         self._active.remove(run)
+        run.is_paused = False
         self._free(run)
         self.admission.waiting.appendleft(run)
