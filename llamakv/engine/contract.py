@@ -264,6 +264,9 @@ class Scheduler(Protocol):
     def unhold(self, run: Run) -> None:
         """Take back a ``hold`` that returned True."""
 
+    def is_held(self, run: Run) -> bool:
+        """Whether somebody holds it."""
+
     def pin(self, run: Run, *, is_pinned: bool) -> None:
         """Keep the cells of a kept run whatever comes, or no longer."""
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,12 +16,13 @@ from llamakv.engine.contract import Run, RunRequest, Scheduler
 from llamakv.engine.prefix import n_common
 from llamakv.engine.room import no_room
 from llamakv.engine.text import join
-from llamakv.errors import BusyError, ExistsError, LlamakvError, LockedError
+from llamakv.errors import BusyError, LlamakvError
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH
 from llamakv.records import Message
+from llamakv.server.claims import Claim, Claims
 from llamakv.server.contract import Ask
-from llamakv.server.conversations import Conversation, Conversations, Place, excerpt
+from llamakv.server.conversations import Conversation, Conversations, excerpt
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.jobs import Job, LlamaAnswer, Outbox
 from llamakv.server.loader import Loader
@@ -30,20 +30,12 @@ from llamakv.server.prompts import Prompt, Prompts, is_long
 from llamakv.server.queue import RETRY_UNKNOWN_S, Queue
 from llamakv.server.saver import Saver
 from llamakv.server.sizes import Room
+from llamakv.server.turns import Turn, Turns
 from llamakv.store.session_store import check_name
 
 _N_PREPARING, _N_LOADING = 4, 2  # threads
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """The name that a choice is kept under, and what of the store it builds on."""
-
-    place: Place
-    parent: Conversation | None
-    is_named: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +86,14 @@ class Answers:
         self._lock = threading.Lock()
         self._claims: dict[Job, tuple[Prompt, Claim]] = {}
         self._is_closed = False
+        self._names = Claims(conversations, loader)
         self.queue = Queue(room.n_parallel, n_waiting_max)
+        self.turns = Turns(
+            room.n_parallel,
+            pause=self._pause,
+            resume=lambda jobs: engine.resume(jobs),
+            end=self._end_unbegun,
+        )
         self.sums = Sums()
         self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
         self.preparing_long = ThreadPoolExecutor(1, thread_name_prefix="llamakv-prepare-long")
@@ -134,14 +133,42 @@ class Answers:
         try:
             pool = self.preparing_long if is_long(ask.prompt) else self.preparing  # one that is long delays no others
             prompt = await in_thread(pool, partial(self._prepare, ask, claims, unwanted))
-            source = await self._bring(ask.space, prompt, deadline_s, unwanted)
-            return self._submit(ask, prompt, claims, source, deadline_s)
+            self._check_open()
         except BaseException:
             with self._conversations.lock:  # the thread that prepares may still be at work
                 unwanted.set()
-                self._release_claims(ask.space, claims)
+                self._names.give_back(ask.space, claims)
             self.queue.leave(ask.n_choices)
             raise
+        return self._enter(ask, prompt, claims, deadline_s)
+
+    def _enter(self, ask: Ask, prompt: Prompt, claims: Sequence[Claim], deadline_s: float | None) -> LlamaAnswer:
+        """Have it wait for its turn."""
+        outbox = Outbox(self._opened.model.token_bytes)
+        jobs = []
+        for index in range(ask.n_choices):
+            request = RunRequest(
+                tokens=prompt.tokens,
+                sampling=replace(ask.sampling, seed=(ask.sampling.seed + index) % 2**32),
+                keeps_cells=True,
+                space=ask.space,
+                n_top_logprobs=ask.n_top_logprobs,
+            )
+            on_over = partial(self._over, prompt, claims[index])
+            jobs.append(Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s))
+        begin = partial(self._begin, ask.space, prompt, claims)
+        turn = Turn(key=ask.key, user=ask.user, jobs=jobs, begin=begin, deadline_s=deadline_s)
+        for job in jobs:
+            job.turn = turn
+        self.turns.enter(turn)
+        return LlamaAnswer(jobs, outbox, partial(self._cancel, turn))
+
+    def _cancel(self, turn: Turn, jobs: Sequence[Job]) -> None:
+        if self.turns.cancel(turn, "interrupted"):
+            return
+        for job in jobs:
+            job.is_cancelled = True
+        self._engine.cancel(jobs)
 
     def _prepare(self, ask: Ask, claims: list[Claim], unwanted: threading.Event) -> Prompt:
         """What is to be read, and the names it is to be kept under, which are taken from now on."""
@@ -161,7 +188,7 @@ class Answers:
         with self._conversations.lock:
             if unwanted.is_set():
                 return prompt
-            claims += self._claim(ask, prompt)
+            claims += self._names.take(ask, prompt)
         owner = self._conversations.get(ask.space, claims[0].place.name)
         if owner is not None and owner.place.info is None and owner.is_saved:
             with contextlib.suppress(LlamakvError):  # it is saved beside it then
@@ -177,109 +204,85 @@ class Answers:
             and self._loader.is_there(ask.space, name)
         )
 
-    def _claim(self, ask: Ask, prompt: Prompt) -> list[Claim]:
-        first = self._claim_named(ask, prompt) if ask.session is not None else self._claim_base(ask, prompt)
-        return [first, *(self._claim_new(ask.space, prompt) for _ in range(1, ask.n_choices))]
+    async def _begin(self, space: str, prompt: Prompt, claims: Sequence[Claim], turn: Turn) -> None:
+        """Its turn has come: have what the store has of it, and have it written."""
+        jobs = turn.jobs
+        try:
+            jobs[0].held, is_brought = await self._bring(space, prompt, turn)
+            if self._engine.error is not None:
+                raise self._engine.error
+            for job in jobs:
+                job.source = "store" if is_brought else "memory"
+                if job.deadline_s is not None:
+                    timeout_s = max(job.deadline_s - time.perf_counter(), 0.0)
+                    job.request = replace(job.request, timeout_s=timeout_s)
+            with self._lock:
+                self._claims.update((job, (prompt, claim)) for job, claim in zip(jobs, claims, strict=True))
+            self._engine.submit(jobs)
+        except LlamakvError as error:
+            self._end_unbegun(turn, "", error)
+        except BaseException:
+            self._end_unbegun(turn, "interrupted")
+            raise
 
-    def _claim_named(self, ask: Ask, prompt: Prompt) -> Claim:
-        name = ask.session
-        assert name is not None
-        there = self._conversations.get(ask.space, name)
-        if there is not None and prompt.base is not there and not _is_same_talk(there, prompt):
-            raise ExistsError(
-                f"session '{name}' is another conversation: it begins with {there.first_text!r}",
-                hint="choose another name, or delete it",
-            )
-        if there is None and self._loader.is_there(ask.space, name):
-            raise ExistsError(
-                f"session '{name}' is of another model or other memory settings", hint="choose another name"
-            )
-        if not self._conversations.begin(ask.space, name):
-            raise LockedError(f"session '{name}' is being written by another request")
-        place = Place(name=name) if there is None else there.place
-        parent = prompt.base if prompt.base is not there else None
-        return Claim(place=place, parent=parent, is_named=True)
+    def _end_unbegun(self, turn: Turn, reason: str, error: LlamakvError | None = None) -> None:
+        """End an answer that the engine never heard of."""
+        for job in turn.jobs:
+            if job.is_over:
+                continue
+            job.is_over, job.finish_reason = True, reason
+            job.on_over(job, False)
+            if job.outbox is not None and error is not None:
+                job.outbox.fail(error)
+            elif job.outbox is not None:
+                job.outbox.put(job.index, "", finish_reason=reason)
 
-    def _claim_base(self, ask: Ask, prompt: Prompt) -> Claim:
-        base = prompt.base
-        if (
-            base is not None
-            and prompt.goes_on
-            and self._conversations.get(ask.space, base.name) is base
-            and self._conversations.begin(ask.space, base.name)
-        ):
-            return Claim(place=base.place, parent=None, is_named=False)
-        return self._claim_new(ask.space, prompt)
-
-    def _claim_new(self, space: str, prompt: Prompt) -> Claim:
-        name = f"serve-{uuid.uuid4().hex[:12]}"
-        self._conversations.begin(space, name)
-        return Claim(place=Place(name=name), parent=prompt.base, is_named=False)
-
-    def _release_claims(self, space: str, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            self._conversations.end(space, claim.place.name)
-            there = self._conversations.get(space, claim.place.name)
-            for one in (there, claim.parent):
-                if one is not None:
-                    self._conversations.rest(one)
-
-    async def _bring(self, space: str, prompt: Prompt, deadline_s: float | None, unwanted: threading.Event) -> str:
-        """Have what the store has of a prompt in memory, unless the time is up before; returns where cells are."""
+    async def _bring(self, space: str, prompt: Prompt, turn: Turn) -> tuple[Run | None, bool]:
+        """Have what the store has of a prompt in memory, unless it is not wanted any more or the time is up before.
+        Returns what was brought, held, and whether cells were."""
         base = prompt.base
         if not self._saves or (prompt.goes_on and base is not None and base.run is not None):
-            return "memory"
+            return None, False
         with self._lock:
             coming = [job.request.tokens for job in self._claims if job.request.space == space]
 
+        is_late = threading.Event()
+
         def is_unwanted() -> bool:
-            return unwanted.is_set() or self._is_closed
+            return is_late.is_set() or self._is_closed or all(job.is_cancelled for job in turn.jobs)
 
-        def bring() -> bool:
+        def bring() -> tuple[Run | None, bool]:
             n_coming = max((n_common(tokens[:-1], prompt.tokens) for tokens in coming), default=0)
-            return self._loader.bring_prefix(space, prompt.tokens, n_coming, is_unwanted)
+            held, is_brought = self._loader.bring_prefix(space, prompt.tokens, n_coming, is_unwanted)
+            if held is not None and is_unwanted():
+                self._scheduler.unhold(held)
+                held = None
+            return held, is_brought
 
-        future = self.loading.submit(bring)
-        timeout_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 0.0)
+        future = asyncio.wrap_future(self.loading.submit(bring))
+        waiting_s = None if turn.deadline_s is None else max(turn.deadline_s - time.perf_counter(), 0.0)
         try:
-            is_brought = await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            return await asyncio.wait_for(asyncio.shield(future), waiting_s)
         except TimeoutError:
-            unwanted.set()
-            return "memory"
-        return "store" if is_brought else "memory"
+            is_late.set()
+            future.add_done_callback(self._take_back)
+            return None, False
 
-    def _submit(
-        self, ask: Ask, prompt: Prompt, claims: Sequence[Claim], source: str, deadline_s: float | None
-    ) -> LlamaAnswer:
-        self._check_open()
-        outbox = Outbox(self._opened.model.token_bytes)
-        timeout_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 0.0)
-        jobs = []
-        for index in range(ask.n_choices):
-            sampling = replace(ask.sampling, seed=(ask.sampling.seed + index) % 2**32)
-            request = RunRequest(
-                tokens=prompt.tokens,
-                sampling=sampling,
-                timeout_s=timeout_s,
-                keeps_cells=True,
-                space=ask.space,
-                n_top_logprobs=ask.n_top_logprobs,
-            )
-            on_over = partial(self._over, prompt, claims[index], source)
-            jobs.append(Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s))
-        with self._lock:
-            self._claims.update((job, (prompt, claim)) for job, claim in zip(jobs, claims, strict=True))
-        self._engine.submit(jobs)
-        return LlamaAnswer(jobs, outbox, self._engine.cancel, source=source)
+    def _take_back(self, future: asyncio.Future[tuple[Run | None, bool]]) -> None:
+        if not future.cancelled() and future.exception() is None and (held := future.result()[0]) is not None:
+            self._engine.call(partial(self._scheduler.unhold, held))  # which may wait for a step
+
+    async def _pause(self, jobs: Sequence[Job]) -> bool:
+        return await asyncio.wrap_future(self._engine.call(partial(self._engine.pause, jobs)))
 
     # ------------------------------------------------------------ answers that are over (on the engine thread)
 
-    def _over(self, prompt: Prompt, claim: Claim, source: str, job: Job, has_cells: bool) -> None:
+    def _over(self, prompt: Prompt, claim: Claim, job: Job, has_cells: bool) -> None:
         run, space = job.run, job.request.space
         with self._lock:
             self._claims.pop(job, None)
             if run is not None:
-                self._add_up(run, source)
+                self._add_up(run, job.source)
         try:
             if run is not None and has_cells:
                 if run.n_generated:
@@ -287,8 +290,10 @@ class Answers:
                 else:
                     self._scheduler.release(run)
         finally:
-            self._release_claims(space, [claim])
+            self._names.give_back(space, [claim])
             self.queue.leave(1, is_done=job.finish_reason not in ("", "interrupted"))
+            if job.turn is not None and not job.turn.n_left:
+                self.turns.leave(job.turn)
             self._saver.wake()
 
     def _add_up(self, run: Run, source: str) -> None:
@@ -378,10 +383,3 @@ class Answers:
                     self._conversations.add(one)
             if job.outbox is not None:
                 job.outbox.put(job.index, run.take_text() if run is not None else "", finish_reason="interrupted")
-
-
-def _is_same_talk(one: Conversation, prompt: Prompt) -> bool:
-    """Whether a prompt is the same conversation as one that was saved, changed perhaps: it begins as that does."""
-    if (one.template is None) != (prompt.template is None):
-        return False
-    return one.first_text == excerpt(prompt.messages, prompt.said)

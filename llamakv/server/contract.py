@@ -26,7 +26,8 @@ class Ask:
     ``stop`` too. ``n_choices`` answers are wanted; ``n_top_logprobs`` most likely tokens are told for each token chosen
     (0: the chosen one only; None: nothing). ``space`` is what cells and sessions may be shared within: one for all, or
     with ``--isolate`` one for each key. ``session`` names the session that the conversation is kept as; None: a name of
-    the server's. ``timeout_s`` counts from when the request came.
+    the server's. ``timeout_s`` counts from when the request came. ``key`` is the name of the API key, and ``user`` whom
+    the client asks for: they have their turns alike.
     """
 
     prompt: tuple[ChatMessage, ...] | str | tuple[int, ...]
@@ -36,6 +37,8 @@ class Ask:
     space: str = ""
     session: str | None = None
     timeout_s: float | None = None
+    key: str = ""
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

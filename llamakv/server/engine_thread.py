@@ -98,6 +98,27 @@ class EngineThread:
         with self._condition:
             self._condition.notify_all()
 
+    def pause(self, jobs: Sequence[Job]) -> bool:
+        """Let these stand still; False, and nothing is changed, if one of them does not write now. On the engine
+        thread, as by ``call``."""
+        writing = [job for job in jobs if not job.is_over]
+        paused = [job.run for job in writing if job.run in self._jobs and self._scheduler.pause(job.run)]
+        if writing and len(paused) == len(writing):
+            return True
+        for run in paused:
+            self._scheduler.resume(run)
+        return False
+
+    def resume(self, jobs: Sequence[Job]) -> None:
+        """Go on with jobs that were paused."""
+
+        def resume() -> None:
+            for job in jobs:
+                if job.run is not None and not job.is_over:
+                    self._scheduler.resume(job.run)
+
+        self._do(resume)
+
     def hold(self) -> list[Job]:
         """Decode no more. Returns the jobs that are not over, with their runs as they are."""
 
@@ -173,8 +194,16 @@ class EngineThread:
 
     def _publish(self) -> None:
         for run, job in self._jobs.items():
+            if job.held is not None and not job.is_waiting:
+                self._unhold(job)
             if not run.is_over:
                 self._tell(job, None)
+
+    def _unhold(self, job: Job) -> None:
+        """It has begun with what was held for it, or never will."""
+        held, job.held = job.held, None
+        if held is not None:
+            self._scheduler.unhold(held)
 
     def _tell(self, job: Job, finish_reason: str | None) -> None:
         run = job.run
@@ -221,6 +250,7 @@ class EngineThread:
         if job.is_over:
             return
         job.is_over = True
+        self._unhold(job)
         try:
             job.on_over(job, has_cells)
             self.counts = self._scheduler.counts  # whoever is told sees them as they are now

@@ -7,11 +7,15 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from llamakv.engine.contract import Run, RunRequest
 from llamakv.engine.contract import TokenLogprob as EngineLogprob
 from llamakv.errors import LlamakvError
 from llamakv.server.contract import AnswerPiece, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from llamakv.server.turns import Turn
 
 
 class Outbox:
@@ -89,8 +93,10 @@ class Job:
     """A run to be done for choice ``index`` of an answer; without an ``outbox`` nobody wants what is written.
     ``deadline_s`` is a ``time.perf_counter`` value.
 
-    ``on_over`` is called once, on the engine thread, before its end is told: with the run if it has its cells, with
-    None if not. ``finish_reason`` is why it ended, empty before and where it failed.
+    ``on_over`` is called once, on the engine thread, before its end is told, with whether the run has its cells; if it
+    never began, on any. ``finish_reason`` is why it ended, empty before and where it failed. ``source`` is where cells
+    were that it begins with; ``held`` is a kept run that is held until it has begun with that. ``turn`` is the answer
+    that it is a choice of.
     """
 
     request: RunRequest
@@ -103,6 +109,9 @@ class Job:
     is_over: bool = False
     is_cancelled: bool = False
     n_logprobs: int = 0
+    source: str = "memory"
+    held: Run | None = None
+    turn: Turn | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -111,15 +120,12 @@ class Job:
 
 
 class LlamaAnswer:
-    """``Answer`` of the contract: ``jobs`` are its choices, ``source`` is where cells that were there already were."""
+    """``Answer`` of the contract: ``jobs`` are its choices."""
 
-    def __init__(
-        self, jobs: Sequence[Job], outbox: Outbox, cancel: Callable[[Sequence[Job]], None], *, source: str
-    ) -> None:
+    def __init__(self, jobs: Sequence[Job], outbox: Outbox, cancel: Callable[[Sequence[Job]], None]) -> None:
         self._jobs = jobs
         self._outbox = outbox
         self._cancel = cancel
-        self._source = source
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """What is written, as it comes; see the contract."""
@@ -141,7 +147,7 @@ class LlamaAnswer:
             n_prompt=len(self._jobs[0].request.tokens),
             n_cached=n_cached,
             n_generated=sum(run.n_generated for run in runs),
-            source=self._source if n_cached else "none",
+            source=self._jobs[0].source if n_cached else "none",
         )
 
     def cancel(self) -> None:

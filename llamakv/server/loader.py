@@ -46,6 +46,7 @@ class Loader:
         make_room: Callable[[], bool],
         on_visitor: Callable[[Run], None],
         options: ResumeOptions,
+        tell: Callable[[str], None],
     ) -> None:
         self._opened = opened
         self._scheduler = scheduler
@@ -55,8 +56,10 @@ class Loader:
         self._make_room = make_room
         self._on_visitor = on_visitor
         self._options = options
+        self._tell = tell
+        self._told: set[tuple[Path, float]] = set()
         self._lock = threading.Lock()
-        self._loads: dict[tuple[str, Path, int], Future[int]] = {}
+        self._loads: dict[tuple[str, Path, int], Future[Run]] = {}
         self._scans: dict[str, threading.Lock] = {}
         self.has_scanned: set[str] = set()
 
@@ -125,52 +128,71 @@ class Loader:
 
     # ------------------------------------------------------------ prefixes
 
-    def bring_prefix(self, space: str, tokens: Sequence[int], n_coming: int, is_unwanted: Callable[[], bool]) -> bool:
+    def bring_prefix(
+        self, space: str, tokens: Sequence[int], n_coming: int, is_unwanted: Callable[[], bool]
+    ) -> tuple[Run | None, bool]:
         """Have the longest beginning of some tokens in memory that the store has, if it is worth it: ``n_coming`` of
-        them are being read or written now. Returns whether cells came from the store for it. Never fails: what cannot
-        be brought back is read like all else."""
+        them are being read or written now. Returns the run that has it, which is held, and whether cells came from the
+        store. Never fails: what cannot be brought back is read like all else."""
         from llamakv.store.cache import StoreCache  # late: SQLite is not needed without a store
 
         root = self._folders.of(space)
         n_live = max(n_coming, self._conversations.n_live(space, tokens))
         if root is None or len(tokens) - 1 - n_live < N_WORTH or not root.is_dir():
-            return False
+            return None, False
+        path = root
         try:
             with StoreCache(root) as cache:
                 hint = cache.longest_prefix(self._space, tokens)
             if hint is None or hint.n_cells < n_live + N_WORTH:
-                return False
-            n_cells = usable_cells(read_session(hint.path), tokens)
+                return None, False
+            path = hint.path
+            n_cells = usable_cells(read_session(path), tokens)
             if n_cells < n_live + N_WORTH:
-                return False
-            key = (space, hint.path, n_cells)
+                return None, False
+            key = (space, path, n_cells)
             return self._once(key, lambda: self._adopt_prefix(space, key[1], tokens, is_unwanted))
-        except LlamakvError:
-            return False
+        except NoRoomError:
+            return None, False
+        except LlamakvError as error:
+            self._say_once(path, error)
+            return None, False
 
-    def _once(self, key: tuple[str, Path, int], action: Callable[[], int]) -> bool:
-        """Do what several want at the same time only once; all wait for it."""
+    def _say_once(self, path: Path, error: LlamakvError) -> None:
+        """Say what cannot be had from the store, unless somebody has just removed it; once for each version of it."""
+        try:
+            version = path, changed_s(path)
+        except OSError:
+            return
+        if version not in self._told:
+            self._told.add(version)
+            self._tell(f"{path.stem} could not be brought back and is read again: {error.message}")
+
+    def _once(self, key: tuple[str, Path, int], action: Callable[[], Run]) -> tuple[Run | None, bool]:
+        """Do what several want at the same time only once; all wait for it, and hold what came."""
         with self._lock:
             running = self._loads.get(key)
-            own = None if running is not None else Future[int]()
+            own = None if running is not None else Future[Run]()
             if own is not None:
                 self._loads[key] = own
         if running is not None:
-            return running.result() > 0
+            run = running.result()
+            return run if self._scheduler.hold(run) else None, True
         assert own is not None
         try:
-            n = action()
+            run = action()
         except BaseException as error:
             own.set_exception(error)
             raise
         else:
-            own.set_result(n)
-            return n > 0
+            own.set_result(run)
+            return run, True
         finally:
             with self._lock:
                 del self._loads[key]
 
-    def _adopt_prefix(self, space: str, path: Path, tokens: Sequence[int], is_unwanted: Callable[[], bool]) -> int:
+    def _adopt_prefix(self, space: str, path: Path, tokens: Sequence[int], is_unwanted: Callable[[], bool]) -> Run:
+        """Bring cells into memory, held."""
         with SessionReader(path) as reader:
             info = reader.info
             n_cells = usable_cells(info, tokens)
@@ -178,11 +200,12 @@ class Loader:
             one = self._conversations.get(space, path.stem) if is_whole else None
             wanted = info.record.tokens if is_whole else tokens[: n_cells + 1]
             run = self._adopt(reader, wanted, space, is_unwanted)
+        self._scheduler.hold(run)
         mark_used(path)
         if one is None or not self._take_over(one, info, run):
             self._on_visitor(run)
         self._scheduler.let_go(run)
-        return n_cells
+        return run
 
     def _take_over(self, one: Conversation, info: SessionInfo, run: Run) -> bool:
         """A conversation's cells are in memory again; False if they were already, or it has gone on."""

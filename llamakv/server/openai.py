@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -50,6 +51,7 @@ class TextEndpoint:
             pace = Pace(began_s=perf_counter())
             values = await read_object(request, self._options)
             wanted = self._reader(values, self._service.model, self._options, client.space)
+            wanted = replace(wanted, ask=replace(wanted.ask, key=client.name))
             try:
                 await self._answer(wanted, scope, receive, send, pace)
             finally:

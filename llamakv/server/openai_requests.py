@@ -17,7 +17,7 @@ from llamakv.server.limits import ServeOptions
 _T = TypeVar("_T")
 
 _HARMLESS = (
-    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "parallel_tool_calls",
 )  # fmt: skip
 """What changes nothing about an answer, or only how fast it comes."""
@@ -28,6 +28,7 @@ _N_STOP_CHARACTERS_MAX = 1000
 _N_BIASES_MAX = 1024
 _N_GRAMMAR_CHARACTERS_MAX = 1 << 16
 _N_TOP_LOGPROBS_MAX = 20
+_N_USER_CHARACTERS = 64
 _N_COMPLETION_TOKENS = 16
 """What OpenAI writes at most where a completion does not say."""
 
@@ -124,6 +125,7 @@ def _read(
             space=space,
             session=fields.text("session", 200),
             timeout_s=fields.number("timeout_s", 0, options.max_time_s, is_open=True) or options.max_time_s,
+            user=_user(fields),
         ),
         is_stream=is_stream,
         includes_usage=_includes_usage(fields, is_stream),
@@ -132,6 +134,12 @@ def _read(
         fields.take(name)
     fields.close()
     return request
+
+
+def _user(fields: Fields) -> str:
+    """Whom the client asks for: only the beginning of a long name counts, and nothing is refused for it."""
+    given = [fields.take(name) for name in ("safety_identifier", "user")]
+    return next((one[:_N_USER_CHARACTERS] for one in given if isinstance(one, str) and one), "")
 
 
 def _sampling(fields: Fields, model: ServedModel, options: ServeOptions, n_tokens: int | None) -> Sampling:

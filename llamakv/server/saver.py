@@ -64,9 +64,10 @@ class Tally:
 
 class Visitors:
     """Runs that were brought from the store for others to begin with, and belong to no conversation: they stay for
-    ``_VISIT_S``, in which those have begun. Safe between threads."""
+    ``_VISIT_S``, and as long as somebody holds them (``is_held``). Safe between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_held: Callable[[Run], bool]) -> None:
+        self._is_held = is_held
         self._lock = threading.Lock()
         self._until_s: dict[Run, float] = {}
 
@@ -79,7 +80,7 @@ class Visitors:
         """Those whose time is over; they are told once."""
         now_s = time.perf_counter()
         with self._lock:
-            over = [run for run, until_s in self._until_s.items() if until_s <= now_s]
+            over = [run for run, until_s in self._until_s.items() if until_s <= now_s and not self._is_held(run)]
             for run in over:
                 del self._until_s[run]
         return over
@@ -121,7 +122,7 @@ class Saver:
         self._is_hurried = self._is_ending = self._is_over = False
         self._lately: deque[SessionInfo] = deque(maxlen=_N_LATELY)
         self.tally = Tally()
-        self.visitors = Visitors()
+        self.visitors = Visitors(scheduler.is_held)
         self._thread = threading.Thread(target=self._work, name="llamakv-saver", daemon=True)
         self._thread.start()
 

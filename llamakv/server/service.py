@@ -156,6 +156,7 @@ class LlamaService:
             make_room=self._saver.make_room,
             on_visitor=self._saver.visitors.add,
             options=ResumeOptions(recompute=request.recompute, trust_state=request.trust_state),
+            tell=self._tell,
         )
         self._answers = Answers(
             opened,
@@ -309,6 +310,7 @@ class LlamaService:
                 and self._engine.error is None
             ):
                 await asyncio.sleep(_POLL_S)
+            self._answers.turns.close()
             await asyncio.to_thread(self._end)
         finally:
             if not stop.done.done():

@@ -153,7 +153,7 @@ async def play_many(
 
 def test_two_minutes_of_16_clients_over_one_prefix(models: TinyModels, tmp_path: Path) -> None:
     talks = some_talks(N_TALKS)
-    book = learn_all(models.M, tmp_path / "alone", talks, flash_attn="off")
+    book = learn_all(models.M, tmp_path / "alone", talks, cold=True, flash_attn="off")
     assert min(answers[0].n_prompt for answers in book.right.values()) > 1000
     with serving(models.M, tmp_path / "many", "--flash-attn", "off") as server:
         asyncio.run(play_many(server.url, talks, book, for_s=LOAD_S))

@@ -204,7 +204,7 @@ def test_pieces_nobody_reads_are_joined(model_path: Path) -> None:
     async def act(service: LlamaService) -> None:
         fast = await answer_to(service, chat("hello there", sampling=replace(GREEDY, max_tokens=40), n_top_logprobs=0))
         slow = await service.ask(chat("hello there", sampling=replace(GREEDY, max_tokens=40), n_top_logprobs=0))
-        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        await until(lambda: any(piece.finish_reason for piece in slow._outbox._waiting.values()))
         late = await said(slow)
         assert len(late.pieces) == 1
         assert late.text == fast.text

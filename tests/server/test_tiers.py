@@ -114,6 +114,29 @@ def test_many_that_want_the_same_from_the_store_wait_for_one_load(model_path: Pa
         run(service, after)
 
 
+def test_what_was_brought_back_stays_until_who_wants_it_has_begun(model_path: Path, store: Path) -> None:
+    """Each wants a conversation of its own from the store, and all others are in the way."""
+    n_talks = 6
+
+    async def before(service: LlamaService) -> None:
+        for n in range(n_talks):
+            await answer_to(service, chat("hello there", system=system(n)))
+
+    async def after(service: LlamaService) -> None:
+        in_the_way = [answer_to(service, chat(f"question {n}", system=None)) for n in range(20)]
+        wanted = [answer_to(service, chat("hello there", system=system(n), user=str(n))) for n in range(n_talks)]
+        mixed = [one for both in zip(in_the_way, wanted, strict=False) for one in both] + in_the_way[n_talks:]
+        answers = await asyncio.gather(*mixed)
+        back = answers[1 : 2 * n_talks : 2]
+        assert [one.usage.source for one in back] == ["store"] * n_talks
+        assert [one.usage.n_prompt - one.usage.n_cached for one in back] == [1] * n_talks
+
+    with open_for(model_path, store) as service:
+        run(service, before)
+    with open_for(model_path, store, n_sequences=6, n_cells=2048) as service:
+        run(service, after)
+
+
 def test_without_a_store_conversations_go_when_cells_are_short(model_path: Path) -> None:
     async def act(service: LlamaService) -> None:
         for n in range(5):
@@ -187,8 +210,11 @@ def test_a_session_that_is_damaged_is_read_again(model_path: Path, store: Path) 
             data[len(data) // 2] ^= 1
             path.chmod(0o600)
             path.write_bytes(data)
-    with open_for(model_path, store) as service:
+    heard = Heard()
+    with open_for(model_path, store, heard) as service:
         run(service, after)
+    (warning,) = heard.warnings
+    assert warning.startswith("notes could not be brought back and is read again: ")
 
 
 def test_what_somebody_else_saved_meanwhile_is_left_alone(model_path: Path, store: Path, tmp_path: Path) -> None:

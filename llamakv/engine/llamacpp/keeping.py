@@ -54,6 +54,10 @@ class RunsKept:
         with self.lock:
             own.n_holds -= 1
 
+    def is_held(self, run: Run) -> bool:
+        """Whether somebody holds it."""
+        return self.own(run).n_holds > 0
+
     def pin(self, run: Run, *, is_pinned: bool) -> None:
         """Keep a kept run's cells whatever comes, or no longer."""
         self.own(run).is_pinned = is_pinned

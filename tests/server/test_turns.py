@@ -1,0 +1,272 @@
+"""Whose turn it is: keys and users alike, whoever asks for more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamakv.engine.contract import RunRequest
+from llamakv.records import Sampling
+from llamakv.server import turns as module
+from llamakv.server.contract import Ask
+from llamakv.server.jobs import Job, LlamaAnswer
+from llamakv.server.service import LlamaService
+from llamakv.server.turns import N_AHEAD, Turn, Turns
+from tests.server.service_driver import GREEDY, Said, answer_to, chat, open_for, said
+from tests.server.test_service import run, until
+
+REQUEST = RunRequest(tokens=(1,), sampling=Sampling())
+
+
+class FakeEngine:
+    """Begins what has its turn in as many places as there are, and pauses what it is told to."""
+
+    def __init__(self, n_places: int) -> None:
+        self.n_places = n_places
+        self.begun: list[str] = []
+        self.going: list[Turn] = []
+        self.ended: list[tuple[str, str]] = []
+        self.paused: list[str] = []
+        self.turns = Turns(n_places, pause=self.pause, resume=self.resume, end=self.end)
+
+    def ask(self, name: str, *, user: str = "", n: int = 1, timeout_s: float | None = None) -> Turn:
+        jobs = [FakeJob(name) for _ in range(n)]
+        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        turn = Turn(key=name[0], user=user, jobs=jobs, begin=self.begin, deadline_s=deadline_s)
+        self.turns.enter(turn)
+        return turn
+
+    async def begin(self, turn: Turn) -> None:
+        self.begun.append(turn.jobs[0].name)
+        self.going.append(turn)
+        self.start()
+
+    def start(self) -> None:
+        for turn in self.going[: self.n_places]:
+            for job in turn.jobs:
+                job.has_started = True
+
+    def finish(self, turn: Turn) -> None:
+        for job in turn.jobs:
+            job.is_over = True
+        self.going.remove(turn)
+        self.start()
+        self.turns.leave(turn)
+
+    def end(self, turn: Turn, reason: str) -> None:
+        self.ended.append((turn.jobs[0].name, reason))
+
+    async def pause(self, jobs: Sequence[Job]) -> bool:
+        turn = next(turn for turn in self.going if turn.jobs is jobs)
+        self.going.remove(turn)
+        self.paused.append(jobs[0].name)
+        self.start()
+        return True
+
+    def resume(self, jobs: Sequence[Job]) -> None:
+        self.going.append(next(turn for turn in self.turns._turns if turn.jobs is jobs))
+
+
+class FakeJob(Job):
+    def __init__(self, name: str) -> None:
+        super().__init__(request=REQUEST, index=0, outbox=None, on_over=lambda job, has_cells: None)
+        self.name = name
+        self.has_started = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self.has_started and not self.is_over
+
+
+def act(make: Callable[[], Coroutine[object, object, None]]) -> None:
+    asyncio.run(asyncio.wait_for(make(), 30))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_has_fewest_places_is_next() -> None:
+    async def go() -> None:
+        engine = FakeEngine(2)
+        first = [engine.ask(f"a{n}") for n in range(8)]
+        engine.ask("b0")
+        engine.ask("b1")
+        engine.ask("c0")
+        await settle()
+        assert engine.begun == ["a0", "a1", "a2", "a3"]
+        for turn in first[:3]:
+            engine.finish(turn)
+            await settle()
+        assert engine.begun[4:] == ["b0", "c0", "a4"]
+        engine.turns.close()
+
+    act(go)
+
+
+def test_of_one_key_the_users_have_their_turns_alike() -> None:
+    async def go() -> None:
+        engine = FakeEngine(1)
+        first = [engine.ask(f"a{n}", user="ann") for n in range(5)]
+        engine.ask("a-bob", user="bob")
+        await settle()
+        engine.finish(first[0])
+        await settle()
+        assert engine.begun == ["a0", "a1", "a2", "a-bob"]
+        engine.turns.close()
+
+    act(go)
+
+
+def test_who_waits_long_enough_has_a_turn_whatever_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        engine = FakeEngine(1)
+        held = [engine.ask("a0"), engine.ask("a1"), engine.ask("a2")]
+        old = engine.ask("a3")
+        engine.ask("b0")
+        await settle()
+        old.since_s -= 4 * module.AGEING_S
+        engine.finish(held[0])
+        await settle()
+        assert engine.begun[3:] == ["a3"]
+        engine.turns.close()
+
+    act(go)
+
+
+def test_an_answer_stands_still_for_who_waits_and_goes_on_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(4)
+        many = [engine.ask(f"a{n}") for n in range(10)]
+        await settle()
+        assert len(engine.begun) == 4 + N_AHEAD
+        one, other = engine.ask("b0"), engine.ask("b1")
+        await until(lambda: not one.is_waiting and not other.is_waiting)
+        assert engine.paused[0] == "a0"
+        await asyncio.sleep(0.05)  # half of the places are theirs: nobody else stands still
+        n_paused = len(engine.paused)
+        assert sum(turn.has_place and not turn.is_waiting for turn in many) == 2
+        await asyncio.sleep(0.05)
+        assert len(engine.paused) == n_paused
+        engine.finish(one)
+        engine.finish(other)
+        await settle()
+        for turn in many:
+            await until(lambda turn=turn: turn.has_place)
+            engine.finish(turn)
+        await settle()
+        assert engine.ended == []
+        assert engine.turns._turns == {}
+
+    act(go)
+
+
+def test_who_waits_for_cells_has_nobody_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(4)
+        for n in range(3):
+            engine.ask(f"a{n}")
+        await settle()
+        engine.n_places = 3  # there is no room for a fourth
+        waiting = engine.ask("b0")
+        await asyncio.sleep(0.05)
+        assert (waiting.is_begun, waiting.is_waiting, engine.paused) == (True, True, [])
+        engine.turns.close()
+
+    act(go)
+
+
+def test_what_waits_is_cancelled_and_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(1)
+        begun = [engine.ask(f"a{n}") for n in range(3)]
+        gone, late, left = engine.ask("a3"), engine.ask("a4", timeout_s=0.01), engine.ask("a5")
+        await settle()
+        assert not engine.turns.cancel(begun[0], "interrupted")
+        assert engine.turns.cancel(gone, "interrupted")
+        await until(lambda: late not in engine.turns._turns)
+        engine.turns.close()
+        assert engine.ended == [("a3", "interrupted"), ("a4", "timeout"), ("a5", "interrupted")]
+        assert left not in engine.turns._turns
+
+    act(go)
+
+
+# ---------------------------------------------------------------- with an engine
+
+
+def check_same(one: Said, alone: Said) -> None:
+    """Check that an answer is the one given alone, but for what rounding decides where two tokens are as likely."""
+    told, expected = ([logprob for piece in of.pieces for logprob in piece.logprobs] for of in (one, alone))
+    assert len(told) == len(expected)
+    for left, right in zip(told, expected, strict=True):
+        if left.token != right.token:
+            likely = {other.token: other.logprob for other in right.top}
+            assert right.logprob - likely[left.token] < 0.05
+            return
+        assert abs(left.logprob - right.logprob) < 0.05
+    assert one.text == alone.text
+
+
+@pytest.mark.parametrize("name", ["M", "MH"])
+def test_long_answers_of_one_user_do_not_keep_another_waiting(
+    models: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the long ones is over before the others' short answers are, and all of them are what they are alone."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.01)
+    long = replace(GREEDY, max_tokens=200)
+
+    def of(user: str, content: str, sampling: Sampling = GREEDY) -> Ask:
+        return replace(chat(content, sampling=sampling), user=user, n_top_logprobs=3)
+
+    async def go(service: LlamaService) -> None:
+        hogs = [await service.ask(of("hog", f"tell me more: {n}", long)) for n in range(8)]
+        reading = [asyncio.ensure_future(said(one)) for one in hogs]
+        await until(lambda: service.counts.n_active == 4)
+        shorts = [await answer_to(service, of("guest", f"and me? {n}")) for n in range(3)]
+        assert not any(task.done() for task in reading)
+        longs = [await task for task in reading]
+        assert {one.finish for one in longs} == {"length"}
+        for n, one in enumerate(shorts):
+            check_same(one, await answer_to(service, of("", f"and me? {n}")))
+        for n in (0, 7):
+            check_same(longs[n], await answer_to(service, of("", f"tell me more: {n}", long)))
+
+    with open_for(models(name), None, n_sequences=8, n_cells=8192) as service:
+        run(service, go)
+
+
+def test_a_paused_answer_that_is_left_frees_its_cells(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.01)
+    long = replace(GREEDY, max_tokens=3000)
+
+    async def go(service: LlamaService) -> None:
+        hogs: list[LlamaAnswer] = [
+            await service.ask(replace(chat(f"tell me: {n}", sampling=long), user="hog")) for n in range(2)
+        ]
+        await until(lambda: service.counts.n_active == 2)
+        guest = await service.ask(replace(chat("and me?", sampling=long), user="guest"))
+        await until(lambda: any(turn.is_paused for turn in service._answers.turns._turns))
+        for one in (*hogs, guest):
+            one.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert service.counts.n_cells == 0
+
+    with open_for(model_path, None, n_sequences=4, n_cells=16384) as service:
+        run(service, go)
