@@ -15,7 +15,7 @@ import pytest
 from llamakv.errors import NoRoomError, UsageError, WriteError
 from llamakv.ops.checking import verify_store
 from llamakv.server.service import LlamaService
-from llamakv.server.sizes import Room, choose_room, n_to_pin
+from llamakv.server.sizes import Room, choose_room, n_cells_first, n_to_pin
 from llamakv.store.session_file import read_session
 from tests.server.service_driver import AT_ONCE_S, LONG, Heard, answer_to, chat, open_for
 from tests.server.test_service import run, until
@@ -291,6 +291,16 @@ def test_room_is_what_memory_holds_and_can_grow_to() -> None:
     assert 1.05 * (n << 16) > 0.9 * free
     assert room(bytes_per_cell=1 << 16, n_cells=20_000).n_cells_max == 20_000
     assert room(bytes_per_cell=1 << 30).n_cells_max == 512
+
+
+def test_a_server_opens_with_a_few_thousand_cells_where_they_take_little() -> None:
+    one = room()
+    assert n_cells_first(one, bytes_per_cell=0, free_bytes=1) == 4096
+    assert n_cells_first(one, bytes_per_cell=1 << 13, free_bytes=1 << 30) == 4096
+    assert n_cells_first(one, bytes_per_cell=1 << 15, free_bytes=1 << 30) == 1638
+    assert n_cells_first(one, bytes_per_cell=1 << 30, free_bytes=1 << 30) == 1
+    assert n_cells_first(room(n_cells=1000), bytes_per_cell=1, free_bytes=1 << 30) == 1000
+    assert n_cells_first(room(n_ctx_max=2048), bytes_per_cell=1, free_bytes=1 << 30) == 2048
 
 
 def test_recurrent_states_limit_the_sequences() -> None:

@@ -28,6 +28,9 @@ from llamakv.records import MemoryKind, SectionKind, StateSection
 N_SEQ_MAX = 256
 """Sequences of a context at most (LLAMA_MAX_SEQ in llama-cparams.h), the scratch sequence among them."""
 
+N_EXPECTED = 256
+"""Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
+
 _MIN_CTX = 512
 _MEMORY_SHARE = 0.9  # of the available memory, that growing may take
 
@@ -242,7 +245,8 @@ class SharedContext:
             MismatchError, NoRoomError: as ``restore``.
         """
         with lock:
-            self.ensure(n_cells - cells.n_cells)
+            n_more = n_cells - cells.n_cells
+            self.ensure(n_more, expected=n_more + self.cutter.n_section + N_EXPECTED)
             joiner = self.cutter.joiner(self.native, cells.seq_id, cells.n_cells, whole_from=cells.whole_from)
             cells.is_arriving = True
         try:
