@@ -324,11 +324,16 @@ class Model(Protocol):
         n_ctx_max: int,
         n_cells_max: int | None = None,
         n_kept: int = 0,
+        is_within_memory: bool = False,
         n_threads: int,
     ) -> Scheduler:
         """A context for a sequence and ``n_parallel`` runs beside it. Each may have ``n_ctx_max`` tokens; together they
         have ``n_cells_max`` cells at most (None: as many as memory allows). ``n_kept`` sequences more are for runs that
-        stay when they are over, and that others begin with (see ``Scheduler``)."""
+        stay when they are over, and that others begin with (see ``Scheduler``); they come as they are used, while
+        memory allows.
+
+        With ``is_within_memory``, or None, the limit of cells follows the memory that is free, up to ``n_cells_max``
+        (``Counts.n_cells_max`` tells the present one)."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Try whether the engine takes these parameters.

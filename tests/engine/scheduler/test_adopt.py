@@ -180,18 +180,18 @@ def test_a_session_makes_the_context_grow_once_at_most(
     models, monkeypatch: pytest.MonkeyPatch, n_ctx: int, n_grown: int
 ) -> None:
     """Its last section is longer than what is wanted of it, and all of it is in memory for a moment."""
-    grow, sizes = SharedContext._grow, []
+    move, sizes = SharedContext._move, []
 
     def counted(shared: SharedContext, size: int) -> None:
         sizes.append(size)
-        grow(shared, size)
+        move(shared, size)
 
     with LlamaModel(models("M")) as model:
         tokens = tokens_of(model, 1100)
         sections = [replace(one, p_used=min(one.p_used, 1001)) for one in prefilled(model, tokens) if one.p0 < 1001]
         scheduler = open_many(model, n_ctx=n_ctx)
         run_one(scheduler, tokens_of(model, 5, seed=1), 2)
-        monkeypatch.setattr(SharedContext, "_grow", counted)
+        monkeypatch.setattr(SharedContext, "_move", counted)
         scheduler.adopt(tokens[:1002], lambda n: sections)
         run_one(scheduler, [*tokens[:1002], *tokens_of(model, 20, seed=2)], 100)
     assert sizes == [2048] * n_grown
