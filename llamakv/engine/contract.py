@@ -247,7 +247,8 @@ class Scheduler(Protocol):
 
     @property
     def kept(self) -> Sequence[Run]:
-        """The runs that are over and have their cells, the one used longest ago first."""
+        """The runs that are over and have their cells, in the order in which they go: the one used longest ago first,
+        and last what others begin with (see ``Model.open_scheduler``)."""
 
     @property
     def shortage(self) -> Shortage | None:
@@ -325,6 +326,7 @@ class Model(Protocol):
         n_cells_max: int | None = None,
         n_kept: int = 0,
         is_within_memory: bool = False,
+        later_share: float = 0.0,
         n_threads: int,
     ) -> Scheduler:
         """A context for a sequence and ``n_parallel`` runs beside it. Each may have ``n_ctx_max`` tokens; together they
@@ -333,7 +335,8 @@ class Model(Protocol):
         memory allows.
 
         With ``is_within_memory``, or None, the limit of cells follows the memory that is free, up to ``n_cells_max``
-        (``Counts.n_cells_max`` tells the present one)."""
+        (``Counts.n_cells_max`` tells the present one). What several runs began with lately goes after all others, as
+        long as it and what is pinned have no more than ``later_share`` of the cells and sequences there may be."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Try whether the engine takes these parameters.

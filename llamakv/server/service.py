@@ -82,6 +82,7 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
             n_cells_max=room.n_cells_max,
             n_kept=room.n_kept,
             is_within_memory=True,
+            later_share=request.prefix_share,
             n_threads=opened.n_threads,
         )
         service = LlamaService(opened, scheduler, request, room, reporter, save_delay_s=save_delay_s, sizes=sizes)

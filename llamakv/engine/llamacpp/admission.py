@@ -255,7 +255,7 @@ class Admission:
     def _share(self, run: LlamaRun, beginning: Beginning) -> None:
         """Give a run a sequence, with what it begins with."""
         shared, parent, n = self._shared, beginning.cells, beginning.n_shared
-        self._kept.note_begun(run, beginning.owner)
+        self._kept.note_begun(run, beginning.owner, n)
         if beginning.takes_over and beginning.owner is not None:
             owner = beginning.owner
             if n == parent.n_cells:

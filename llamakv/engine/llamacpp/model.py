@@ -248,6 +248,7 @@ class LlamaModel:
         n_cells_max: int | None = None,
         n_kept: int = 0,
         is_within_memory: bool = False,
+        later_share: float = 0.0,
         n_threads: int,
     ) -> LlamaScheduler:
         """A context for a sequence and ``n_parallel`` runs beside it; see the contract.
@@ -297,6 +298,7 @@ class LlamaModel:
             n_ctx_max=n_ctx_max,
             fills_memory=n_cells_max is None or is_within_memory,
             is_for_many=n_kept > 0,
+            later_share=later_share,
         )
         resolved = replace(memory, flash_attn=scheduler.flash_attn)
         self._contexts.append(scheduler)

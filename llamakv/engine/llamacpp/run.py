@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,13 +16,24 @@ from llamakv.engine.text import TextStream, open_character
 from llamakv.errors import EngineError, LlamakvError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """How many others have begun with the first ``n_cells`` cells of a run, or with those it begins with itself; the
+    last one when ``at`` had begun in all."""
+
+    n_others: int = 0
+    n_cells: int = 0
+    at: int = 0
+
+
 class LlamaRun:
     """``Run`` of the contract; its scheduler (``owner``) moves it on.
 
     ``tokens`` is the sequence's own list: it grows by what is written. A run without a request only reads. A run with
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
 
-    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never.
+    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never. ``begun`` says who
+    began as it does.
     """
 
     def __init__(
@@ -43,6 +55,7 @@ class LlamaRun:
         self.is_guest = cells is not None
         self.space = request.space if request is not None else ""
         self.may_go = self.is_pinned = False
+        self.begun = Begun()
         self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)

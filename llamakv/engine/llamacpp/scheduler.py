@@ -39,6 +39,7 @@ class LlamaScheduler:
         n_ctx_max: int,
         fills_memory: bool,
         is_for_many: bool = False,
+        later_share: float = 0.0,
         n_read_max: int = _N_READ,
     ) -> None:
         self._shared = shared
@@ -56,7 +57,7 @@ class LlamaScheduler:
         self._is_closed = False
         self.lock = TurnLock()
         self.flash_attn = shared.native.flash_attn
-        self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
+        self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many, later_share=later_share)
         self.admission = Admission(
             shared,
             self._active,

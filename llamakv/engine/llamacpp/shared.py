@@ -65,7 +65,7 @@ class SharedContext:
         self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
         self._mover = Mover(self.cutter, info, copies_whole=self._copies_whole)
-        self._n_seq = n_seq
+        self.n_seq = n_seq
         n_ids = n_seq if self._copies_whole else min(n_seq_first, n_seq)
         self.native = open_context(self._size(n_ctx_min), n_ids + 1)
         self._allocated: ContextMemory | None = None
@@ -133,12 +133,12 @@ class SharedContext:
         """Whether a sequence may be added: where all are in use and memory allows, a context with more is opened. What
         memory did not allow is tried again once ``may_have_more_ids`` is set."""
         n_now = self.native.n_seq_max - 1
-        if not self._free_ids and n_now < self._n_seq and self.may_have_more_ids:
+        if not self._free_ids and n_now < self.n_seq and self.may_have_more_ids:
             n_after = self._mover.n_cells_after(self.native, self._live)
             try:
                 if n_after > self.n_cells_max:  # what is shared would not be any more
                     raise NoRoomError(f"{n_after} cells would be needed", needed=n_after, limit=self.n_cells_max)
-                self._move(self._size(max(self.native.n_ctx, n_after)), min(2 * n_now, self._n_seq) + 1)
+                self._move(self._size(max(self.native.n_ctx, n_after)), min(2 * n_now, self.n_seq) + 1)
             except NoRoomError:
                 self.may_have_more_ids = False
         return bool(self._free_ids)
@@ -354,7 +354,7 @@ class SharedContext:
             raise
         self.native.close()
         self.native, self._allocated = other, None
-        self._free_ids[:0] = range(n_seq_max - 1, n_before - 1, -1)  # those there were are used first
+        self._free_ids += range(n_seq_max - 1, n_before - 1, -1)
 
     def _check_memory(self, n_ctx: int, n_seq_max: int) -> None:
         present = self.allocated
