@@ -247,7 +247,8 @@ class Scheduler(Protocol):
 
     @property
     def kept(self) -> Sequence[Run]:
-        """The runs that are over and have their cells, the one used longest ago first."""
+        """The runs that are over and have their cells, in the order in which they go: the one used longest ago first,
+        and last what others begin with (see ``Model.open_scheduler``)."""
 
     @property
     def shortage(self) -> Shortage | None:
@@ -341,11 +342,18 @@ class Model(Protocol):
         n_ctx_max: int,
         n_cells_max: int | None = None,
         n_kept: int = 0,
+        is_within_memory: bool = False,
+        later_share: float = 0.0,
         n_threads: int,
     ) -> Scheduler:
         """A context for a sequence and ``n_parallel`` runs beside it. Each may have ``n_ctx_max`` tokens; together they
         have ``n_cells_max`` cells at most (None: as many as memory allows). ``n_kept`` sequences more are for runs that
-        stay when they are over, and that others begin with (see ``Scheduler``)."""
+        stay when they are over, and that others begin with (see ``Scheduler``); they come as they are used, while
+        memory allows.
+
+        With ``is_within_memory``, or None, the limit of cells follows the memory that is free, up to ``n_cells_max``
+        (``Counts.n_cells_max`` tells the present one). What several runs began with lately goes after all others, as
+        long as it and what is pinned have no more than ``later_share`` of the cells and sequences there may be."""
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Try whether the engine takes these parameters.

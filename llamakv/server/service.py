@@ -30,7 +30,7 @@ from llamakv.server.jobs import LlamaAnswer
 from llamakv.server.loader import Loader
 from llamakv.server.saver import Saver
 from llamakv.server.sessions import Sessions
-from llamakv.server.sizes import Room, choose_room
+from llamakv.server.sizes import Room, choose_room, n_cells_first
 
 if TYPE_CHECKING:
     from llamakv.server.run import ServeRequest
@@ -65,21 +65,24 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
     )
     opened = OpenModel(found, model_request, request.memory, reporter=reporter)
     try:
+        free_bytes = available_bytes()
         room = choose_room(
             n_ctx_max=opened.n_ctx_max(),
             n_cells=request.n_cells,
             n_sequences=request.n_sequences,
             bytes_per_cell=sizes.kv_bytes_per_token,
             bytes_per_sequence=sizes.recurrent_bytes_per_sequence,
-            free_bytes=available_bytes(),
+            free_bytes=free_bytes,
         )
         scheduler = opened.model.open_scheduler(
             request.memory,
             n_parallel=room.n_parallel,
-            n_ctx_min=1,
+            n_ctx_min=n_cells_first(room, bytes_per_cell=sizes.kv_bytes_per_token, free_bytes=free_bytes),
             n_ctx_max=room.n_ctx_max,
             n_cells_max=room.n_cells_max,
             n_kept=room.n_kept,
+            is_within_memory=True,
+            later_share=request.prefix_share,
             n_threads=opened.n_threads,
         )
         service = LlamaService(opened, scheduler, request, room, reporter, save_delay_s=save_delay_s, sizes=sizes)

@@ -171,12 +171,13 @@ class Sessions:
         with self._conversations.lock:
             others = [other for other in self.pinned() if other is not one]
             n_cells = sum(other.n_tokens - 1 for other in others) + one.n_tokens - 1
-            most = n_to_pin(self._room.n_cells_max, self._prefix_share)
-            n_most = max(n_to_pin(self._room.n_kept, self._prefix_share), 1)
+            n_cells_max = self._scheduler.counts.n_cells_max
+            most = n_to_pin(n_cells_max, self._prefix_share)
+            n_most = max(n_to_pin(self._room.n_pinned, self._prefix_share), 1)
             if n_cells > most or len(others) + 1 > n_most:
                 raise NoRoomError(
                     f"{len(others) + 1} pinned sessions would take {n_cells} cells; {most} of "
-                    f"{self._room.n_cells_max} cells and {n_most} sequences may be pinned",
+                    f"{n_cells_max} cells and {n_most} sequences may be pinned",
                     hint="unpin another one, or start the server with a larger --prefix-share or --cells",
                 )
             if one.run is None:

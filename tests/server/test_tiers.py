@@ -15,7 +15,7 @@ import pytest
 from llamakv.errors import NoRoomError, UsageError, WriteError
 from llamakv.ops.checking import verify_store
 from llamakv.server.service import LlamaService
-from llamakv.server.sizes import Room, choose_room, n_to_pin
+from llamakv.server.sizes import Room, choose_room, n_cells_first, n_to_pin
 from llamakv.store.session_file import read_session
 from tests.server.service_driver import AT_ONCE_S, LONG, Heard, answer_to, chat, open_for
 from tests.server.test_service import run, until
@@ -301,28 +301,45 @@ def room(**more: object) -> Room:
 
 
 def test_room_is_what_the_owner_allows() -> None:
-    assert room(n_cells=4096, n_sequences=10) == Room(n_cells_max=4096, n_ctx_max=4096, n_parallel=5, n_kept=5)
+    few = room(n_cells=4096, n_sequences=10)
+    assert few == Room(n_cells_max=4096, n_ctx_max=4096, n_parallel=5, n_kept=5, n_pinned=5)
     assert room(n_cells=100_000).n_sequences == 254
-    assert room(n_sequences=1) == Room(n_cells_max=16384, n_ctx_max=8192, n_parallel=1, n_kept=1)
+    assert room(n_sequences=1) == Room(n_cells_max=16384, n_ctx_max=8192, n_parallel=1, n_kept=1, n_pinned=1)
     assert room(n_sequences=1000).n_sequences == 254
     assert room().n_parallel == 16
     with pytest.raises(UsageError):
         room(n_cells=1)
 
 
-def test_room_is_what_memory_holds_and_can_grow_to() -> None:
-    n = room(bytes_per_cell=1 << 16).n_cells_max
-    free = (1 << 30) - (n // 2 << 16)
-    assert n << 16 <= 0.9 * free
-    assert 1.05 * (n << 16) > 0.9 * free
+def test_a_conversation_may_have_what_memory_holds_and_all_together_what_the_owner_allows() -> None:
+    one = room(bytes_per_cell=1 << 16, n_ctx_max=1 << 17)
+    free = (1 << 30) - (one.n_ctx_max // 2 << 16)
+    assert one.n_ctx_max << 16 <= 0.9 * free
+    assert 1.05 * (one.n_ctx_max << 16) > 0.9 * free
+    assert one.n_cells_max == 254 << 17
     assert room(bytes_per_cell=1 << 16, n_cells=20_000).n_cells_max == 20_000
-    assert room(bytes_per_cell=1 << 30).n_cells_max == 512
+    assert room(bytes_per_cell=1 << 30).n_ctx_max == 512
 
 
-def test_recurrent_states_limit_the_sequences() -> None:
-    assert room(bytes_per_sequence=1 << 23).n_sequences == 32
-    assert room(bytes_per_sequence=1 << 30).n_sequences == 2
-    assert room(bytes_per_sequence=1 << 23, n_sequences=100).n_sequences == 100
+def test_a_server_opens_with_a_few_thousand_cells_where_they_take_little() -> None:
+    one = room()
+    assert n_cells_first(one, bytes_per_cell=0, free_bytes=1) == 4096
+    assert n_cells_first(one, bytes_per_cell=1 << 13, free_bytes=1 << 30) == 4096
+    assert n_cells_first(one, bytes_per_cell=1 << 15, free_bytes=1 << 30) == 1638
+    assert n_cells_first(one, bytes_per_cell=1 << 30, free_bytes=1 << 30) == 1
+    assert n_cells_first(room(n_cells=1000), bytes_per_cell=1, free_bytes=1 << 30) == 1000
+    assert n_cells_first(room(n_ctx_max=2048), bytes_per_cell=1, free_bytes=1 << 30) == 2048
+
+
+def test_recurrent_states_limit_how_many_answer_at_once_and_how_many_may_be_pinned() -> None:
+    def sizes(**more: object) -> tuple[int, int, int]:
+        one = room(**more)
+        return one.n_parallel, one.n_pinned, one.n_sequences
+
+    assert sizes(bytes_per_sequence=1 << 25) == (4, 4, 254)
+    assert sizes(bytes_per_sequence=1 << 23) == (16, 16, 254)
+    assert sizes(bytes_per_sequence=1 << 30) == (1, 1, 254)
+    assert sizes(bytes_per_sequence=1 << 23, n_sequences=100) == (16, 84, 100)
 
 
 def test_a_share_of_the_room_may_be_pinned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,13 +19,16 @@ from llamakv.engine.room import no_room
 from llamakv.errors import LlamakvError, NoRoomError
 from llamakv.records import StateSection
 
+_REVIEW_S = 1.0
+"""How often it is looked how much memory is free, which takes about a millisecond."""
+
 
 class Admission:
     """Runs that wait, in their order, and the account of cells: those in use, and those that runs under way
     (``active``) may still take. What is promised never exceeds the limit.
 
     ``kept`` are the runs that are over and have their cells; ``drop`` frees those of one of them.
-    ``fills_memory``: the limit is to be what the machine's free memory holds, where that is less.
+    ``fills_memory``: the limit follows the machine's free memory, up to what is allowed.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class Admission:
         self._arriving: dict[LlamaRun, int] = {}
         self.shortage: Shortage | None = None
         self.waiting: deque[LlamaRun] = deque()
+        self._reviewed_s = -_REVIEW_S
+        self.review()
 
     # ------------------------------------------------------------ the account
 
@@ -75,6 +81,22 @@ class Admission:
         """The machine has no memory for a larger context now: what there is has to do until all runs are over."""
         self._short = min(self._shared.native.n_ctx, self._shared.n_cells_max)
 
+    def review(self) -> None:
+        """Look, now and then, how much memory is free, and let the limit follow it: never above what is allowed, nor
+        below what is in use or promised."""
+        shared, now_s = self._shared, time.monotonic()
+        if now_s < self._reviewed_s + _REVIEW_S:
+            return
+        self._reviewed_s = now_s
+        shared.may_have_more_ids = True
+        if not self._fills_memory:
+            return
+        n_most, n_reserved = shared.n_cells_in_memory(), shared.n_used + self.promised
+        shared.n_cells_max = max(min(n_most, shared.n_cells_limit), n_reserved)
+        n_needed = max(n_reserved + (self.waiting[0].n_to_come if self.waiting else 0), shared.native.n_ctx)
+        if n_most >= min(2 * n_needed, shared.n_cells_limit):  # a context may be twice as large as what is needed
+            self._short = None
+
     def check_free(self, n_more: int) -> None:
         """Have cells that nobody else was promised, if need be those of kept runs that may go.
 
@@ -97,9 +119,7 @@ class Admission:
         that failed."""
         if not self._active and not self._kept.are_awaited:
             self._short = None
-        if self.waiting and self._fills_memory:
-            self._fills_memory = False
-            self._shared.n_cells_max = min(self._shared.n_cells_max, self._shared.n_cells_in_memory())
+        self.review()
         failed = []
         index = 0
         self.shortage = None
@@ -133,7 +153,7 @@ class Admission:
     # ------------------------------------------------------------ room
 
     def _fits(self, n_cells: int) -> bool:
-        return self._shared.n_free_ids > 0 and n_cells <= self.free
+        return n_cells <= self.free and self._shared.has_sequence()
 
     def _lack(self, run: LlamaRun, beginning: Beginning, *, n_more: int = 0) -> Shortage | None:
         """What a run lacks that needs ``n_more`` cells for a while, even if all kept runs went that may."""
@@ -143,7 +163,7 @@ class Admission:
         going = self._kept.that_may_go()
         cells = [kept.cells for kept in going if kept.cells is not None]
         n_cells -= self.free + self._shared.n_freed(cells, beginning.cells, beginning.n_shared)
-        has_sequence = self._shared.n_free_ids > 0 or bool(going)
+        has_sequence = bool(going) or self._shared.has_sequence()
         if n_cells <= 0 and has_sequence:
             return None
         return Shortage(n_cells=max(n_cells, 0), n_sequences=int(not has_sequence))
@@ -235,7 +255,7 @@ class Admission:
     def _share(self, run: LlamaRun, beginning: Beginning) -> None:
         """Give a run a sequence, with what it begins with."""
         shared, parent, n = self._shared, beginning.cells, beginning.n_shared
-        self._kept.note_begun(run, beginning.owner)
+        self._kept.note_begun(run, beginning.owner, n)
         if beginning.takes_over and beginning.owner is not None:
             owner = beginning.owner
             if n == parent.n_cells:
@@ -268,6 +288,7 @@ class Admission:
             partial(self._kept.beginning_of, run, root) if pieces else partial(Beginning, cells=root.cells, n_shared=0)
         )
         with lock:
+            self.review()
             beginning = find()
             # a section that begins before what is live is in memory as a whole for a moment
             n_more = min(beginning.n_shared, shared.cutter.n_section - 1) if beginning.n_shared < n_cells else 0

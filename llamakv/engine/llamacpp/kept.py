@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llamakv.engine.llamacpp.cells import SequenceCells
-from llamakv.engine.llamacpp.run import LlamaRun
+from llamakv.engine.llamacpp.run import Begun, LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.engine.llamacpp.shared import N_SEQ_MAX, SharedContext
 from llamakv.engine.prefix import n_common
 
 N_WORTH_WAITING = 32
 """Tokens that are worth waiting for while another run reads them: half a call's reading (the scheduler's 64)."""
+
+N_OTHERS = 2
+"""Runs that begin with what another has, before that is taken for something that more will begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +36,47 @@ class Beginning:
 
 
 class KeptRuns:
-    """Runs that are over and keep their cells, the one used longest ago first.
+    """Runs that are over and keep their cells, in the order in which these are given to others: the one used longest
+    ago first. What several others have begun with lately, which is while as many runs began as a context can have,
+    goes last: one run of each such beginning, as long as these and the pinned ones have no more than ``later_share``
+    of the cells and sequences there may be.
 
     ``active`` are the runs under way. With ``shares_runs`` a run may begin with the cells of any run of its space, else
     with the root's only.
     """
 
-    def __init__(self, shared: SharedContext, active: Sequence[LlamaRun], *, shares_runs: bool) -> None:
+    def __init__(
+        self, shared: SharedContext, active: Sequence[LlamaRun], *, shares_runs: bool, later_share: float = 0.0
+    ) -> None:
         self._shared = shared
         self._active = active
         self._runs: dict[LlamaRun, None] = {}
         self._awaited: dict[LlamaRun, tuple[LlamaRun, int]] = {}
+        self._n_begun = 0
+        self._later_share = later_share
         self.shares_runs = shares_runs
 
     def __iter__(self) -> Iterator[LlamaRun]:
-        return iter(list(self._runs))
+        later = self._to_go_later()
+        return iter([run for run in self._runs if run not in later] + [run for run in self._runs if run in later])
+
+    def _to_go_later(self) -> list[LlamaRun]:
+        """The last used run of each beginning that several have begun with lately, as far as the share goes."""
+        if not any(self._is_begun_with(run) for run in self._runs):
+            return []
+        pinned = [run for run in self._runs if run.is_pinned]
+        n_cells = int(self._shared.n_cells_max * self._later_share) - sum(_n_cells(run) for run in pinned)
+        n_runs = int(self._shared.n_seq * self._later_share) - len(pinned)
+        later: list[LlamaRun] = []
+        for run in reversed(self._runs):
+            is_new = self._is_begun_with(run) and not any(_begins_as(run, other) for other in later)
+            if is_new and not run.is_pinned and _n_cells(run) <= n_cells and len(later) < n_runs:
+                later.append(run)
+                n_cells -= _n_cells(run)
+        return later
+
+    def _is_begun_with(self, run: LlamaRun) -> bool:
+        return run.begun.n_others >= N_OTHERS and self._n_begun <= run.begun.at + N_SEQ_MAX
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -61,9 +90,17 @@ class KeptRuns:
         self._runs.pop(run, None)
         self._awaited.pop(run, None)
 
-    def note_begun(self, run: LlamaRun, owner: LlamaRun | None) -> None:
-        """A run has begun with the cells of ``owner``, which is used by that."""
+    def note_begun(self, run: LlamaRun, owner: LlamaRun | None, n_shared: int = 0) -> None:
+        """A run has begun with the first ``n_shared`` cells of ``owner``, which is used by that. One that begins with
+        all of them goes on with the same conversation."""
         self._awaited.pop(run, None)
+        self._n_begun += 1
+        if owner is not None and N_WORTH_WAITING <= n_shared < _n_cells(owner):
+            before = owner.begun if self._is_begun_with(owner) or owner.begun.n_others < N_OTHERS else Begun()
+            n_cells = min(n_shared, before.n_cells or n_shared)
+            owner.begun = Begun(n_others=before.n_others + 1, n_cells=n_cells, at=self._n_begun)
+        if owner is not None:
+            run.begun = owner.begun
         if owner is not None and owner in self._runs:
             del self._runs[owner]
             self._runs[owner] = None
@@ -76,7 +113,7 @@ class KeptRuns:
     def that_may_go(self, *, is_last_resort: bool = False) -> list[LlamaRun]:
         """Those whose cells may be given to others, in the order in which they are. Those that are held come last, and
         only when nothing else can be had: nobody is under way, and all that could be let go of is."""
-        going = [run for run in self._runs if run.may_go and not run.is_pinned]
+        going = [run for run in self if run.may_go and not run.is_pinned]
         going.sort(key=lambda run: run.n_holds > 0)
         if is_last_resort or not (self.are_awaited or any(not run.is_guest for run in self._active)):
             return going
@@ -128,6 +165,15 @@ class KeptRuns:
             places = (place for place in root.marks if place <= n) if self._shared.is_recurrent else ()
             n = max(places, default=0)
         return Beginning(cells=root.cells, n_shared=n, tails=root.marks)
+
+
+def _n_cells(run: LlamaRun) -> int:
+    return 0 if run.cells is None else run.cells.n_cells
+
+
+def _begins_as(run: LlamaRun, other: LlamaRun) -> bool:
+    n = run.begun.n_cells
+    return run.space == other.space and np.array_equal(run.ids[:n], other.ids[:n])
 
 
 def n_equal_beyond(n_known: int, one: np.ndarray, other: np.ndarray) -> int:

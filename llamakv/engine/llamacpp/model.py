@@ -247,6 +247,8 @@ class LlamaModel:
         n_ctx_max: int,
         n_cells_max: int | None = None,
         n_kept: int = 0,
+        is_within_memory: bool = False,
+        later_share: float = 0.0,
         n_threads: int,
     ) -> LlamaScheduler:
         """A context for a sequence and ``n_parallel`` runs beside it; see the contract.
@@ -265,12 +267,12 @@ class LlamaModel:
             self._sizes().check(memory)
         resolved = memory
 
-        def open_context(n_ctx: int) -> NativeContext:
+        def open_context(n_ctx: int, n_seq_max: int) -> NativeContext:
             return NativeContext(
                 self._pointer,
                 resolved,
                 n_ctx=n_ctx,
-                n_seq_max=n_parallel + n_kept + 2,  # the root and the scratch sequence
+                n_seq_max=n_seq_max,  # with the scratch sequence
                 n_threads=n_threads,
                 adapters=self._adapters,
             )
@@ -280,7 +282,8 @@ class LlamaModel:
             sizes=self._sizes,
             info=self._info,
             swa_full=memory.swa_full,
-            n_seq=n_parallel + n_kept + 1,
+            n_seq=n_parallel + n_kept + 1,  # with the root
+            n_seq_first=n_parallel + min(n_kept, n_parallel) + 1,
             n_ctx_min=n_ctx_min,
             n_ctx_floor=self._n_ctx_floor(),
             n_cells_max=n_ctx_max * (n_parallel + 1) if n_cells_max is None else n_cells_max,
@@ -293,8 +296,9 @@ class LlamaModel:
             token_bytes=self.token_bytes,
             n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
-            fills_memory=n_cells_max is None,
+            fills_memory=n_cells_max is None or is_within_memory,
             is_for_many=n_kept > 0,
+            later_share=later_share,
         )
         resolved = replace(memory, flash_attn=scheduler.flash_attn)
         self._contexts.append(scheduler)

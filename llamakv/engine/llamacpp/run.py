@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,16 @@ from llamakv.engine.text import TextStream, open_character
 from llamakv.errors import EngineError, LlamakvError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """How many others have begun with the first ``n_cells`` cells of a run, or with those it begins with itself; the
+    last one when ``at`` had begun in all."""
+
+    n_others: int = 0
+    n_cells: int = 0
+    at: int = 0
+
+
 class LlamaRun:
     """``Run`` of the contract; its scheduler (``owner``) moves it on.
 
@@ -22,7 +33,8 @@ class LlamaRun:
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
 
     ``may_go``, ``is_pinned`` and ``n_holds`` are for when it is kept: its cells may be given to others, or never, or
-    only when nothing else is left. ``is_paused`` is for before: it has its cells and does not go on.
+    only when nothing else is left; ``begun`` says who began as it does. ``is_paused`` is for before: it has its cells
+    and does not go on.
     """
 
     def __init__(
@@ -45,6 +57,7 @@ class LlamaRun:
         self.space = request.space if request is not None else ""
         self.may_go = self.is_pinned = self.is_paused = False
         self.n_holds = 0
+        self.begun = Begun()
         self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)

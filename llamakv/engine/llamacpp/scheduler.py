@@ -12,13 +12,10 @@ from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
-from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.engine.llamacpp.shared import N_EXPECTED, SharedContext
 from llamakv.engine.memory import ContextMemory
 from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
 from llamakv.records import Sampling, StateSection
-
-_N_EXPECTED = 256
-"""Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
 
 _N_READ = 64
 """Tokens read at most in a call in which others write, which does not stand still meanwhile. Calls of 64 took as long
@@ -42,6 +39,7 @@ class LlamaScheduler(RunsKept):
         n_ctx_max: int,
         fills_memory: bool,
         is_for_many: bool = False,
+        later_share: float = 0.0,
         n_read_max: int = _N_READ,
     ) -> None:
         self._shared = shared
@@ -58,7 +56,7 @@ class LlamaScheduler(RunsKept):
         self._n_submitted = self._n_steps = self._n_decoded = 0
         self._is_closed = False
         self.flash_attn = shared.native.flash_attn
-        kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
+        kept = KeptRuns(shared, self._active, shares_runs=is_for_many, later_share=later_share)
         admission = Admission(
             shared,
             self._active,
@@ -344,7 +342,7 @@ class LlamaScheduler(RunsKept):
         """Have cells for a call, if need be by sending the latest runs back to wait: what was promised to them was
         there by our count, but the machine's memory may have gone to others."""
         while part:
-            expected = sum(min(run.n_to_come, run.n_unread + _N_EXPECTED) for run in self._active)
+            expected = sum(min(run.n_to_come, run.n_unread + N_EXPECTED) for run in self._active)
             try:
                 self._shared.ensure(sum(n for _, n in part), expected=expected)
             except NoRoomError as error:

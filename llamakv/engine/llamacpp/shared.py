@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,38 +13,45 @@ from llamakv.engine.llamacpp.cells import (
     leave,
     leave_to_branches,
     n_freed,
-    parents_first,
-    put_fullest_first,
     share,
 )
-from llamakv.engine.llamacpp.context import N_UBATCH, NativeContext
+from llamakv.engine.llamacpp.context import NativeContext
 from llamakv.engine.llamacpp.memory_log import ModelSizes
+from llamakv.engine.llamacpp.moving import Mover
 from llamakv.engine.llamacpp.state import SCRATCH, Joiner, StateCutter
-from llamakv.engine.memory import ContextMemory
+from llamakv.engine.memory import CacheKind, ContextMemory
+from llamakv.engine.memory_limit import within_limits
+from llamakv.engine.room import n_cells_to_grow_to
 from llamakv.errors import NoRoomError
 from llamakv.records import MemoryKind, SectionKind, StateSection
 
 N_SEQ_MAX = 256
 """Sequences of a context at most (LLAMA_MAX_SEQ in llama-cparams.h), the scratch sequence among them."""
 
+N_EXPECTED = 256
+"""Tokens a run is expected to write: a context that has to grow gets room for these, where they may come."""
+
 _MIN_CTX = 512
 _MEMORY_SHARE = 0.9  # of the available memory, that growing may take
 
 
 class SharedContext:
-    """One native context that is replaced by a larger one when it has to be; at most ``n_cells_max`` cells.
+    """One native context that is replaced by another when it has to be larger, or may be smaller; never more than
+    ``n_cells_max`` cells, which is ``n_cells_limit`` at most.
 
-    ``n_seq`` sequences at most, apart from the scratch sequence. Not for use from two threads.
+    ``n_seq`` sequences at most, apart from the scratch sequence; it opens with ``n_seq_first`` of them, and has twice
+    as many when all are in use. Not for use from two threads.
     """
 
     def __init__(
         self,
-        open_context: Callable[[int], NativeContext],
+        open_context: Callable[[int, int], NativeContext],
         *,
         sizes: Callable[[], ModelSizes],
         info: ModelInfo,
         swa_full: bool,
         n_seq: int,
+        n_seq_first: int,
         n_ctx_min: int,
         n_ctx_floor: int,
         n_cells_max: int,
@@ -54,12 +60,17 @@ class SharedContext:
         self._sizes = sizes
         self._info = info
         self._n_ctx_floor = n_ctx_floor
-        self.n_cells_max = n_cells_max
+        self.n_cells_limit = self.n_cells_max = n_cells_max
         self.cutter = StateCutter(info.kind, n_window=info.n_window, swa_full=swa_full)
         self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
-        self.native = open_context(self._size(n_ctx_min))
-        self._free_ids = [seq_id for seq_id in range(n_seq, 0, -1) if seq_id != SCRATCH]
+        self._mover = Mover(self.cutter, info, copies_whole=self._copies_whole)
+        self.n_seq = n_seq
+        n_ids = n_seq if self._copies_whole else min(n_seq_first, n_seq)
+        self.native = open_context(self._size(n_ctx_min), n_ids + 1)
+        self._allocated: ContextMemory | None = None
+        self._free_ids = [seq_id for seq_id in range(n_ids, 0, -1) if seq_id != SCRATCH]
+        self.may_have_more_ids = True
         self._live: list[SequenceCells] = []
         self.n_peak = 0
 
@@ -68,7 +79,9 @@ class SharedContext:
     @property
     def allocated(self) -> ContextMemory:
         """What the present context took."""
-        return self.native.allocated(self._sizes())
+        if self._allocated is None:
+            self._allocated = self.native.allocated(self._sizes())
+        return self._allocated
 
     @property
     def is_recurrent(self) -> bool:
@@ -78,12 +91,7 @@ class SharedContext:
     @property
     def moves_whole(self) -> bool:
         """Whether sequences move to a larger context one by one, so that they share nothing there."""
-        if self._copies_whole:
-            return True
-        longest = max(self._live, key=lambda cells: cells.n_cells, default=None)
-        if self._info.kind is not MemoryKind.HYBRID or longest is None or longest.n_cells == 0:
-            return False
-        return not self.cutter.can_be_cut(self.native, longest.seq_id, longest.n_cells)
+        return self._mover.loses_sharing(self.native, self._live)
 
     @property
     def shares_anywhere(self) -> bool:
@@ -101,7 +109,7 @@ class SharedContext:
 
     @property
     def n_free_ids(self) -> int:
-        """Sequences that may still be added."""
+        """Sequences that may be added to the present context."""
         return len(self._free_ids)
 
     @property
@@ -121,13 +129,27 @@ class SharedContext:
 
     # ------------------------------------------------------------ sequences
 
+    def has_sequence(self) -> bool:
+        """Whether a sequence may be added: where all are in use and memory allows, a context with more is opened. What
+        memory did not allow is tried again once ``may_have_more_ids`` is set."""
+        n_now = self.native.n_seq_max - 1
+        if not self._free_ids and n_now < self.n_seq and self.may_have_more_ids:
+            n_after = self._mover.n_cells_after(self.native, self._live)
+            try:
+                if n_after > self.n_cells_max:  # what is shared would not be any more
+                    raise NoRoomError(f"{n_after} cells would be needed", needed=n_after, limit=self.n_cells_max)
+                self._move(self._size(max(self.native.n_ctx, n_after)), min(2 * n_now, self.n_seq) + 1)
+            except NoRoomError:
+                self.may_have_more_ids = False
+        return bool(self._free_ids)
+
     def add(self) -> SequenceCells:
         """An empty sequence.
 
         Raises:
-            NoRoomError: there are as many as the context was opened for.
+            NoRoomError: there are as many as there may be.
         """
-        if not self._free_ids:
+        if not self.has_sequence():
             raise NoRoomError(f"all {len(self._live)} sequences of the context are in use")
         cells = SequenceCells(seq_id=self._free_ids.pop())
         self._live.append(cells)
@@ -242,7 +264,8 @@ class SharedContext:
             MismatchError, NoRoomError: as ``restore``.
         """
         with lock:
-            self.ensure(n_cells - cells.n_cells)
+            n_more = n_cells - cells.n_cells
+            self.ensure(n_more, expected=n_more + self.cutter.n_section + N_EXPECTED)
             joiner = self.cutter.joiner(self.native, cells.seq_id, cells.n_cells, whole_from=cells.whole_from)
             cells.is_arriving = True
         try:
@@ -292,8 +315,8 @@ class SharedContext:
                 limit=self.n_cells_max,
             )
         if needed > self.native.n_ctx:
-            needed = self._n_after_moving() + n_more
-            self._grow(self._size(min(max(needed, self.n_used + expected), max(needed, self.n_cells_max))))
+            needed = self._mover.n_cells_after(self.native, self._live) + n_more
+            self._move(self._size(min(max(needed, self.n_used + expected), max(needed, self.n_cells_max))))
 
     @property
     def can_grow(self) -> bool:
@@ -306,64 +329,38 @@ class SharedContext:
         Raises:
             NoRoomError: memory is short; nothing was changed.
         """
-        n_wanted = max(2 * self.native.n_ctx, self._n_after_moving())
-        self._grow(self._size(min(n_wanted, self.n_cells_max)))
+        n_wanted = max(2 * self.native.n_ctx, self._mover.n_cells_after(self.native, self._live))
+        self._move(self._size(min(n_wanted, self.n_cells_max)))
 
     def _size(self, n_tokens: int) -> int:
         """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""
         size = 1 << (max(_MIN_CTX, n_tokens) - 1).bit_length()
         return max(min(size, max(self.n_cells_max, n_tokens)), self._n_ctx_floor)
 
-    def _grow(self, size: int) -> None:
-        self._check_memory(size)
-        larger = self._open_context(size)
-        kept = {cells.seq_id: self._n_shared_after_moving(cells) for cells in self._live}
-        whole_from = {}
+    def _move(self, n_ctx: int, n_seq_max: int | None = None) -> None:
+        """Go on in another context.
+
+        Raises:
+            NoRoomError: memory is short; nothing was changed.
+        """
+        n_before = self.native.n_seq_max
+        n_seq_max = n_before if n_seq_max is None else n_seq_max
+        self._check_memory(n_ctx, n_seq_max)
+        other = self._open_context(n_ctx, n_seq_max)
         try:
-            for cells in parents_first(self._live):
-                whole_from[cells] = self._move(cells, larger, kept[cells.seq_id])
+            self._mover.move(self.native, other, self._live)
         except BaseException:
-            larger.close()
+            other.close()
             raise
         self.native.close()
-        self.native = larger
-        for cells in self._live:
-            cells.whole_from = max(cells.whole_from, whole_from[cells])
-            if kept[cells.seq_id] < cells.n_shared:
-                leave(cells)
+        self.native, self._allocated = other, None
+        self._free_ids += range(n_seq_max - 1, n_before - 1, -1)
 
-    def _move(self, cells: SequenceCells, larger: NativeContext, n_shared: int) -> int:
-        """Returns from where on its windowed layers have no gap there, of what is not shared."""
-        if n_shared and cells.parent is not None:
-            larger.copy(cells.parent.seq_id, cells.seq_id, 0, n_shared)
-        joiner = self.cutter.joiner(larger, cells.seq_id, n_shared)
-        for section in self.export(cells, n_shared):
-            joiner.add(larger, section)
-        joiner.finish(larger, cells.n_cells, is_checked=not cells.is_arriving)
-        return joiner.whole_from
-
-    def _n_after_moving(self) -> int:
-        """Cells that all sequences take in a larger context. A sequence may have lost cells of windowed layers that its
-        branches still have (the engine gave them to others), so that it is to share with them, not they with it."""
-        if self._info.kind is MemoryKind.WINDOWED:
-            low = {cells: self.native.position_range(cells.seq_id)[0] for cells in self._live}
-            put_fullest_first(self._live, {cells: n if n >= 0 else sys.maxsize for cells, n in low.items()})
-        return sum(cells.n_cells - self._n_shared_after_moving(cells) for cells in self._live)
-
-    def _n_shared_after_moving(self, cells: SequenceCells) -> int:
-        """What a sequence can still share in a larger context: not what moves in one piece."""
-        if cells.parent is None or cells.n_shared == 0 or self._copies_whole:
-            return 0
-        if self._info.kind is MemoryKind.HYBRID and not self.cutter.can_be_cut(
-            self.native, cells.seq_id, cells.n_cells
-        ):
-            return 0
-        return cells.n_shared
-
-    def _check_memory(self, n_ctx: int) -> None:
-        n_bytes = self.bytes_per_cell()
-        n_needed = n_bytes * n_ctx
-        n_free = int(psutil.virtual_memory().available * _MEMORY_SHARE)
+    def _check_memory(self, n_ctx: int, n_seq_max: int) -> None:
+        present = self.allocated
+        by_sequence = present.recurrent_bytes + present.compute_bytes + present.output_bytes
+        n_needed = self.bytes_per_cell() * n_ctx + by_sequence * n_seq_max // present.n_seq_max
+        n_free = int(_free_bytes() * _MEMORY_SHARE)
         if n_needed > n_free:
             raise NoRoomError(
                 f"a context of {n_ctx} cells needs {n_needed} bytes, {n_free} bytes of memory are free",
@@ -373,19 +370,22 @@ class SharedContext:
             )
 
     def bytes_per_cell(self) -> int:
-        """What a cell takes, from the engine's own figures; 0 while too few are in use to tell."""
-        largest = max(self._live, key=lambda cells: cells.n_cells, default=None)
-        if largest is None or largest.n_cells < N_UBATCH or self._info.kind is MemoryKind.RECURRENT:
-            return 0
-        return self.native.state_size(largest.seq_id) // largest.n_cells
+        """What a cell takes; 0 where cells take nothing."""
+        n_ctx = self.native.n_ctx  # windows that keep only themselves do not grow
+        parts = (one for one in self.allocated.parts if one.kind is not CacheKind.RECURRENT and one.n_cells >= n_ctx)
+        return sum(part.n_bytes // part.n_cells for part in parts)
 
     def n_cells_in_memory(self) -> int:
-        """Cells that the memory now free, and what the context has already, would hold; the limit if unknown."""
+        """Cells that the memory now free, and what the context has already, allow to grow to."""
         n_bytes = self.bytes_per_cell()
         if n_bytes == 0:
-            return self.n_cells_max
-        return self.native.n_ctx + int(psutil.virtual_memory().available * _MEMORY_SHARE) // n_bytes
+            return self.n_cells_limit
+        return n_cells_to_grow_to(bytes_per_cell=n_bytes, free_bytes=_free_bytes(), n_ctx=self.native.n_ctx)
 
     def close(self) -> None:
         """Free the context."""
         self.native.close()
+
+
+def _free_bytes() -> int:
+    return within_limits(int(psutil.virtual_memory().available))

@@ -10,6 +10,7 @@ import pytest
 
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
+from llamakv.engine.llamacpp.shared import SharedContext
 from llamakv.errors import MismatchError, NoRoomError
 from llamakv.records import SectionKind, StateSection
 from tests.engine.scheduler.cases import check_close, cold, drive, is_same, prefilled, watching, written
@@ -172,6 +173,28 @@ def test_a_session_has_room_also_where_others_have_taken_it_meanwhile(models) ->
         assert (kept.cells.n_cells, scheduler.root.n_ctx) == (499, 1024)
         check_account(scheduler)
         check_answers(model, others, seen)
+
+
+@pytest.mark.parametrize(("n_ctx", "n_grown"), [(1, 1), (1024, 1), (2048, 0)])
+def test_a_session_makes_the_context_grow_once_at_most(
+    models, monkeypatch: pytest.MonkeyPatch, n_ctx: int, n_grown: int
+) -> None:
+    """Its last section is longer than what is wanted of it, and all of it is in memory for a moment."""
+    move, sizes = SharedContext._move, []
+
+    def counted(shared: SharedContext, size: int) -> None:
+        sizes.append(size)
+        move(shared, size)
+
+    with LlamaModel(models("M")) as model:
+        tokens = tokens_of(model, 1100)
+        sections = [replace(one, p_used=min(one.p_used, 1001)) for one in prefilled(model, tokens) if one.p0 < 1001]
+        scheduler = open_many(model, n_ctx=n_ctx)
+        run_one(scheduler, tokens_of(model, 5, seed=1), 2)
+        monkeypatch.setattr(SharedContext, "_move", counted)
+        scheduler.adopt(tokens[:1002], lambda n: sections)
+        run_one(scheduler, [*tokens[:1002], *tokens_of(model, 20, seed=2)], 100)
+    assert sizes == [2048] * n_grown
 
 
 def test_a_stepping_thread_lets_one_in_that_brings_a_session_back(models) -> None:

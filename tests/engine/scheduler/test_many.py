@@ -287,7 +287,7 @@ def test_memory_that_is_short_takes_kept_runs_before_it_sends_anybody_back(
     assert check_answers(dense, [writing, waiting], seen) == 0
 
 
-def _no_memory(n_ctx: int) -> None:
+def _no_memory(n_ctx: int, n_seq_max: int) -> None:
     raise NoRoomError("no memory")
 
 

@@ -204,7 +204,7 @@ def test_when_memory_runs_short_the_latest_wait_again_and_write_the_right_words(
     assert [run.finish_reason for run in runs] == ["length"] * 6
 
 
-def _no_memory(_: SharedContext, n_ctx: int) -> None:
+def _no_memory(_: SharedContext, n_ctx: int, n_seq_max: int) -> None:
     raise NoRoomError(f"no memory for {n_ctx} cells")
 
 
