@@ -21,7 +21,8 @@ class LlamaRun:
     ``tokens`` is the sequence's own list: it grows by what is written. A run without a request only reads. A run with
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
 
-    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never.
+    ``may_go`` and ``is_pinned`` are for when it is kept: its cells may be given to others, or never. Others began with
+    it last at ``begun_s``; ``is_copy``: it is there for that only. Reading it stops at its ``places``.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class LlamaRun:
         self.cells = cells
         self.is_guest = cells is not None
         self.space = request.space if request is not None else ""
-        self.may_go = self.is_pinned = False
+        self.may_go = self.is_pinned = self.is_copy = False
+        self.begun_s = 0.0
+        self.places: tuple[int, ...] = ()
         self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)
@@ -82,6 +85,12 @@ class LlamaRun:
     def n_unread(self) -> int:
         """Tokens still to evaluate before the pending one."""
         return len(self.tokens) - 1 - (self.cells.n_cells if self.cells is not None else 0)
+
+    @property
+    def n_readable(self) -> int:
+        """Tokens of these that one call may read: as far as the next of its places."""
+        n_cells = self.cells.n_cells if self.cells is not None else 0
+        return min((place - n_cells for place in self.places if place > n_cells), default=self.n_unread)
 
     @property
     def n_to_come(self) -> int:

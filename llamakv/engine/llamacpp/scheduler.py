@@ -9,12 +9,13 @@ from llamakv.engine.llamacpp.admission import Admission
 from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode, state_before, undo
 from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
+from llamakv.engine.llamacpp.places import Places
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.engine.llamacpp.turns import TurnLock
+from llamakv.engine.llamacpp.turns import TurnLock, piece_by_piece
 from llamakv.engine.memory import ContextMemory
-from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
+from llamakv.errors import AbortedError, LlamakvError, NoRoomError
 from llamakv.records import Sampling, StateSection
 
 _N_EXPECTED = 256
@@ -60,6 +61,7 @@ class LlamaScheduler:
         self.lock = TurnLock()
         self.flash_attn = shared.native.flash_attn
         self._kept = KeptRuns(shared, self._active, shares_runs=is_for_many)
+        self._places = Places(shared, self._kept, self._active, drop=self._free, is_for_many=is_for_many)
         self.admission = Admission(
             shared,
             self._active,
@@ -135,6 +137,7 @@ class LlamaScheduler:
                 raise ValueError("a run has at least one token")
             number = self._n_submitted
             run = LlamaRun(tokens, owner=self, request=request, n_ctx_max=self._n_ctx_max, number=number)
+            run.places = self._places.of(request)
             self._n_submitted += 1
             self.admission.waiting.append(run)
             return run
@@ -170,6 +173,12 @@ class LlamaScheduler:
             raise ValueError("the run is not over: cancel it")
         with self.lock:
             self._free(own)
+            self._places.release_unneeded(self.admission.waiting, idle_s=0.0, space=own.space)
+
+    def release_copies(self, idle_s: float) -> None:
+        """Free the copies that nobody needs; see the contract."""
+        with self.lock:
+            self._places.release_unneeded(self.admission.waiting, idle_s=idle_s)
 
     def _free(self, run: LlamaRun) -> None:
         if run.cells is not None and not run.is_guest:
@@ -229,20 +238,7 @@ class LlamaScheduler:
         cells = own.cells
         if cells is None:
             raise ValueError("the run kept no cells")
-        return self.piece_by_piece(self._shared.export(cells, from_position), lambda: own.cells is cells)
-
-    def piece_by_piece(
-        self, sections: Iterator[StateSection], is_there: Callable[[], bool] = lambda: True
-    ) -> Iterator[StateSection]:
-        """Sections, each taken while no other thread uses the context, and what they are of is still there."""
-        while True:
-            with self.lock:
-                if not is_there():
-                    raise EngineError("the cells of a run were freed while they were exported")
-                section = next(sections, None)
-            if section is None:
-                return
-            yield section
+        return piece_by_piece(self._shared.export(cells, from_position), self.lock, lambda: own.cells is cells)
 
     def _own(self, run: Run) -> LlamaRun:
         if not isinstance(run, LlamaRun) or run.owner is not self:
@@ -359,6 +355,7 @@ class LlamaScheduler:
             assert run.cells is not None
             writes = run.n_unread == 0
             run.cells.n_cells += n
+            self._places.keep(run)
             run.n_evaluated += 0 if run.n_generated and writes else n
             self._n_decoded += n
             if writes:

@@ -1,0 +1,99 @@
+"""Copies of recurrent states at places where others may begin: such a state is what it is at one place only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from llamakv.engine.contract import RunRequest
+from llamakv.engine.llamacpp.kept import KeptRuns, begins_with
+from llamakv.engine.llamacpp.run import LlamaRun
+from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.records import Sampling
+
+_SHARE = 4
+"""One sequence in so many may be a copy: they are not to crowd out the conversations that they are for."""
+
+
+class Places:
+    """Keeps copies of sequences at the places that requests tell, as kept runs that may go. They share all their cells
+    with the run they are made of, as long as that is there.
+
+    ``active`` and ``waiting`` are the runs under way and those to come; ``drop`` frees the cells of a kept one. Where
+    memory is shared at any place, or with the root only (``is_for_many`` False), there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        shared: SharedContext,
+        kept: KeptRuns,
+        active: Sequence[LlamaRun],
+        *,
+        drop: Callable[[LlamaRun], None],
+        is_for_many: bool,
+    ) -> None:
+        self._shared = shared
+        self._kept = kept
+        self._active = active
+        self._drop = drop
+        self._has_any = is_for_many and shared.is_recurrent
+        self._n_max = max(shared.n_free_ids // _SHARE, 1)
+
+    def of(self, request: RunRequest) -> tuple[int, ...]:
+        """Where reading a request is to stop for a copy.
+
+        Raises:
+            ValueError: these are no places of its tokens, or not in order.
+        """
+        places = request.places
+        if any(a >= b for a, b in zip((0, *places), (*places, len(request.tokens)), strict=True)):
+            raise ValueError(f"{places} are no ascending places of {len(request.tokens)} tokens")
+        return places if self._has_any else ()
+
+    def keep(self, run: LlamaRun) -> None:
+        """Keep a copy of a run that has come to one of its places. Without a sequence for it nothing is kept, and so it
+        is where sequences share no cells any more once the context grows: each would take its own then."""
+        cells = run.cells
+        if cells is None or cells.n_cells not in run.places or self._is_there(run, cells.n_cells):
+            return
+        if self._shared.moves_whole or not self._make_way():
+            return
+        request = RunRequest(tokens=(), sampling=Sampling(max_tokens=0), keeps_cells=True, space=run.space)
+        tokens = run.tokens[: cells.n_cells + 1]
+        copy = LlamaRun(tokens, owner=run.owner, request=request, n_ctx_max=run.n_ctx_max, number=-1)
+        copy.end("copied")
+        copy.is_copy = copy.may_go = True
+        copy.cells = self._shared.fork(cells, cells.n_cells)
+        self._kept.add(copy)
+
+    def _is_there(self, run: LlamaRun, n_cells: int) -> bool:
+        return any(
+            kept.cells is not None and kept.cells.n_cells == n_cells and begins_with(run, kept, n_cells)
+            for kept in self._kept
+        )
+
+    def _make_way(self) -> bool:
+        """Have a sequence for one more. Of the copies, those that nobody has begun with go first."""
+        copies = [kept for kept in self._kept if kept.is_copy]
+        if len(copies) < self._n_max and self._shared.n_free_ids:
+            return True
+        going = copies if len(copies) >= self._n_max else self._kept.that_may_go
+        if going:
+            self._drop(next((copy for copy in copies if not copy.begun_s), going[0]))
+        return self._shared.n_free_ids > 0
+
+    # ------------------------------------------------------------ those that nobody needs
+
+    def release_unneeded(self, waiting: Sequence[LlamaRun], *, idle_s: float, space: str | None = None) -> None:
+        """Free the copies (of one space, or of all) that nobody has begun with for so long, and that no other run in
+        memory or to come begins with."""
+        until_s = time.perf_counter() - idle_s
+        copies = [kept for kept in self._kept if kept.is_copy and space in (None, kept.space)]
+        idle = [copy for copy in copies if max(copy.begun_s, copy.ended_s) <= until_s]
+        if not idle:
+            return
+        others = [run for run in (*self._kept, *self._active, *waiting) if not run.is_copy]
+        for copy in idle:
+            n_cells = copy.cells.n_cells if copy.cells is not None else 0
+            if not any(begins_with(run, copy, n_cells) for run in others):
+                self._drop(copy)
