@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llamakv.engine.contract import RunRequest
+from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.kept import KeptRuns, begins_with
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.shared import SharedContext
-from llamakv.records import Sampling
+from llamakv.records import Sampling, SectionKind, StateSection
 
 _SHARE = 4
 """One sequence in so many may be a copy: they are not to crowd out the conversations that they are for."""
@@ -67,10 +68,13 @@ class Places:
         self._kept.add(copy)
 
     def _is_there(self, run: LlamaRun, n_cells: int) -> bool:
-        return any(
-            kept.cells is not None and kept.cells.n_cells == n_cells and begins_with(run, kept, n_cells)
-            for kept in self._kept
-        )
+        return any(copy.cells is not None and copy.cells.n_cells == n_cells for copy in self._copies_of(run))
+
+    def _copies_of(self, run: LlamaRun) -> Iterator[LlamaRun]:
+        """Copies that a run begins with."""
+        for kept in self._kept:
+            if kept.is_copy and kept.cells is not None and begins_with(run, kept, kept.cells.n_cells):
+                yield kept
 
     def _make_way(self) -> bool:
         """Have a sequence for one more. Of the copies, those that nobody has begun with go first."""
@@ -81,6 +85,18 @@ class Places:
         if going:
             self._drop(next((copy for copy in copies if not copy.begun_s), going[0]))
         return self._shared.n_free_ids > 0
+
+    def export(self, run: LlamaRun, cells: SequenceCells, p0: int) -> Iterator[StateSection]:
+        """State of a run beyond ``p0``, and that at its first place, if that is beyond ``p0`` too and there is a copy:
+        others can begin with it in a saved session. It is the same for all that begin there, so that a store has it
+        once; of later places there would be one for each session."""
+        place = min(run.places, default=0)
+        if p0 < place < run.n_prompt - 1:
+            for copy in self._copies_of(run):
+                if copy.cells is not None and copy.cells.n_cells == place:
+                    data = self._shared.tail(copy.cells)
+                    yield StateSection(kind=SectionKind.TAIL, p0=place, p1=place, p_used=place, data=data)
+        yield from self._shared.export(cells, p0)
 
     # ------------------------------------------------------------ those that nobody needs
 

@@ -177,8 +177,9 @@ class LlamaScheduler:
 
     def release_copies(self, idle_s: float) -> None:
         """Free the copies that nobody needs; see the contract."""
-        with self.lock:
-            self._places.release_unneeded(self.admission.waiting, idle_s=idle_s)
+        if any(run.is_copy for run in self._kept):  # else it need not wait for a step
+            with self.lock:
+                self._places.release_unneeded(self.admission.waiting, idle_s=idle_s)
 
     def _free(self, run: LlamaRun) -> None:
         if run.cells is not None and not run.is_guest:
@@ -238,7 +239,7 @@ class LlamaScheduler:
         cells = own.cells
         if cells is None:
             raise ValueError("the run kept no cells")
-        return piece_by_piece(self._shared.export(cells, from_position), self.lock, lambda: own.cells is cells)
+        return piece_by_piece(self._places.export(own, cells, from_position), self.lock, lambda: own.cells is cells)
 
     def _own(self, run: Run) -> LlamaRun:
         if not isinstance(run, LlamaRun) or run.owner is not self:
@@ -295,6 +296,7 @@ class LlamaScheduler:
     def _begin(self, run: LlamaRun) -> None:
         try:
             run.begin(self._vocab, self._info.n_vocab, self._token_bytes)
+            self._places.keep(run)  # it may have begun at a place with what goes soon
         except LlamakvError:
             self._free(run)
             raise
