@@ -204,7 +204,10 @@ class Scheduler(Protocol):
     its space that its tokens begin with, be it the root, a run under way or one that was kept; while another reads what
     both begin with, it waits for that, and others behind it may pass. Kept runs that were let go of make room for
     others, the one used longest ago first, and only where that makes enough. While some may still be let go of, a run
-    that lacks room waits for that (see ``shortage``). No long prompt keeps others from reading or writing.
+    that lacks room waits for that (see ``shortage``). No long prompt keeps others from reading or writing. Recurrent
+    states are shared at the end of a sequence only: so copies are kept of them at the ``places`` that requests tell, as
+    runs that may go like others, where there is a sequence for one. What is released takes those along that nobody else
+    begins with.
 
     Threads that call it get their turn in the order they came, one step or one section each.
     """
@@ -238,6 +241,10 @@ class Scheduler(Protocol):
         Raises:
             AbortedError: stopped; all runs stand as they stood before this step.
         """
+
+    def release_copies(self, idle_s: float) -> None:
+        """Free the copies (see the class) that no other run, under way, kept or waiting, begins with, and that none has
+        begun with for so long."""
 
     def cancel(self, run: Run) -> None:
         """End a run as ``interrupted`` and free its cells."""

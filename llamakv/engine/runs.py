@@ -18,7 +18,9 @@ class RunRequest:
     ``timeout_s`` counts from when its turn came. With ``keeps_cells`` the sequence stays when the run is over, until it
     is released; else its cells are freed at once. Runs share cells with runs of the same ``space`` only, and with the
     root if that is empty. For each token written, the logarithms of probability of ``n_top_logprobs`` tokens are told,
-    and of the chosen one; None: of no token.
+    and of the chosen one; None: of no token. ``places`` are numbers of tokens, ascending and more than 0, all of them
+    fewer than ``tokens``, after which other requests are likely to go on in another way: where memory is shared at
+    such places only, reading stops at each for a copy.
     """
 
     tokens: tuple[int, ...]
@@ -27,6 +29,7 @@ class RunRequest:
     keeps_cells: bool = False
     space: str = ""
     n_top_logprobs: int | None = None
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class Shortage:
 class Run(Protocol):
     """A sequence under way. Each step decodes its pending token, chooses the next and appends it as the new pending
     one, until it is over: ``finish_reason`` is ``stop`` (an end-of-generation token or a stop string), ``length``,
-    ``context`` (no room for more), ``timeout``, ``interrupted``, or ``restored`` of a run that was adopted; or else
-    ``error`` is set.
+    ``context`` (no room for more), ``timeout``, ``interrupted``, ``restored`` of a run that was adopted, or ``copied``
+    of one that is another's beginning; or else ``error`` is set.
 
     The choice at a position depends on the tokens before it, the settings, the seed and the position only, so a run
     that was saved and resumed anywhere gives the same tokens. Times are ``time.perf_counter`` values, 0 before they

@@ -153,6 +153,7 @@ class Answers:
                 keeps_cells=True,
                 space=ask.space,
                 n_top_logprobs=ask.n_top_logprobs,
+                places=prompt.places,
             )
             on_over = partial(self._over, prompt, claims[index])
             jobs.append(Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,17 @@ class Prompt:
     marks: tuple[tuple[int, int], ...] = ()
     base: Conversation | None = None
     goes_on: bool = False
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """After how many tokens other requests are likely to go on in another way: where what the system says ends,
+        where the last message begins (it may be put in other words), and at the last token (the same again)."""
+        ends = [len(self.tokens) - 1]
+        if self.messages:
+            ends.append(self.messages[-1].p0)
+            leading = itertools.takewhile(lambda message: message.role == "system", self.messages)
+            ends += [message.p1 for message in leading]
+        return tuple(sorted({place for place in ends if 0 < place < len(self.tokens)}))
 
 
 Asked = tuple[ChatMessage, ...] | str | tuple[int, ...]

@@ -257,6 +257,7 @@ class Saver:
                 self._conversations.rest(one)
         for run in self.visitors.due():
             self._scheduler.release(run)
+        self._scheduler.release_copies(_VISIT_S)
 
     # ------------------------------------------------------------ saving
 

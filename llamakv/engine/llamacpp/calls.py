@@ -31,7 +31,7 @@ def compose(runs: Sequence[LlamaRun], *, n_read_max: int, is_fair: bool, others_
     """Who takes part: all that write, with a token each, and those that read, with what is left of the call (of
     ``n_read_max`` tokens if somebody writes, here or in calls of their own). ``is_fair``: the first that reads gets
     half of it at least, and those that have least to read come next, so that a long text does not keep short ones
-    waiting; else one reads after the other."""
+    waiting; else one reads after the other. Nobody reads beyond the next of his places."""
     part = [(run, 1) for run in runs if run.n_unread == 0]
     left = N_UBATCH - len(part)
     if part or others_write:
@@ -39,15 +39,15 @@ def compose(runs: Sequence[LlamaRun], *, n_read_max: int, is_fair: bool, others_
     readers = [run for run in runs if run.n_unread > 0]
     if is_fair and len(readers) > 1:
         first, *others = readers
-        shares = {first: min(first.n_unread, (left + 1) // 2)}
+        shares = {first: min(first.n_readable, (left + 1) // 2)}
         rest = left - shares[first]
         for run in sorted(others, key=lambda run: run.n_unread):
-            shares[run] = min(run.n_unread, rest)
+            shares[run] = min(run.n_readable, rest)
             rest -= shares[run]
-        shares[first] += min(rest, first.n_unread - shares[first])
+        shares[first] += min(rest, first.n_readable - shares[first])
         return part + [(run, shares[run]) for run in readers if shares[run]]
     for run in readers:
-        n = min(run.n_unread, left)
+        n = min(run.n_readable, left)
         if n > 0:
             part.append((run, n))
             left -= n

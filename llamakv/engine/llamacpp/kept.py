@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -69,7 +70,7 @@ class KeptRuns:
         n_runs = int(self._shared.n_seq * self._later_share) - len(pinned)
         later: list[LlamaRun] = []
         for run in reversed(self._runs):
-            is_new = self._is_begun_with(run) and not any(_begins_as(run, other) for other in later)
+            is_new = self._is_begun_with(run) and not any(begins_with(run, other, run.begun.n_cells) for other in later)
             if is_new and not run.is_pinned and _n_cells(run) <= n_cells and len(later) < n_runs:
                 later.append(run)
                 n_cells -= _n_cells(run)
@@ -102,6 +103,7 @@ class KeptRuns:
         if owner is not None:
             run.begun = owner.begun
         if owner is not None and owner in self._runs:
+            owner.begun_s = time.perf_counter()
             del self._runs[owner]
             self._runs[owner] = None
 
@@ -134,7 +136,11 @@ class KeptRuns:
             n = min(n_equal_beyond(best.n_shared, other.ids, run.ids), cells.n_cells, n_most)
             if n > best.n_shared and self._shared.can_share(cells, n):
                 best = Beginning(cells=cells, n_shared=n, owner=other)
-        if self._shared.shares_anywhere and self._waits_for_another(run, n_most, best.n_shared):
+        if self._shared.is_recurrent:
+            waits = self._waits_for_a_place(run, n_most, best.n_shared)
+        else:
+            waits = self._shared.shares_anywhere and self._waits_for_another(run, n_most, best.n_shared)
+        if waits:
             return replace(best, is_being_read=True)
         return best
 
@@ -148,11 +154,26 @@ class KeptRuns:
                     return True
         return False
 
+    def _waits_for_a_place(self, run: LlamaRun, n_most: int, n_shared: int) -> bool:
+        """Where another comes to a place that a run can begin at; one more is made of where the two part, if that is
+        far enough from any other."""
+        for other in self._active:
+            if other.space != run.space or other.n_unread <= 0 or other.cells is None or other.is_guest:
+                continue
+            n = min(n_equal_beyond(n_shared, other.ids, run.ids), n_most, len(other.tokens) - 1)
+            place = max((place for place in other.places if place <= n), default=0)
+            if n >= max(place, other.cells.n_cells, n_shared) + N_WORTH_WAITING:
+                other.places, place = tuple(sorted((*other.places, n))), n
+            if place > other.cells.n_cells and place >= n_shared + N_WORTH_WAITING:
+                self._awaited[run] = other, place
+                return True
+        return False
+
     def is_still_waiting(self, run: LlamaRun) -> bool:
         """Whether what it waits for is still being read, as far as can be told without looking at all others."""
         other, n = self._awaited.get(run, (None, 0))
         if other is not None and other.n_unread > 0 and other in self._active and other.cells is not None:
-            return other.cells.n_cells + N_WORTH_WAITING <= n
+            return other.cells.n_cells + (N_WORTH_WAITING if self._shared.shares_anywhere else 1) <= n
         return False
 
     def _of_root(self, run: LlamaRun, root: LlamaSequence) -> Beginning:
@@ -171,9 +192,9 @@ def _n_cells(run: LlamaRun) -> int:
     return 0 if run.cells is None else run.cells.n_cells
 
 
-def _begins_as(run: LlamaRun, other: LlamaRun) -> bool:
-    n = run.begun.n_cells
-    return run.space == other.space and np.array_equal(run.ids[:n], other.ids[:n])
+def begins_with(run: LlamaRun, other: LlamaRun, n_cells: int) -> bool:
+    """Whether a run begins with the first ``n_cells`` tokens of another one of its space."""
+    return run.space == other.space and n_equal_beyond(n_cells - 1, run.ids, other.ids) >= n_cells
 
 
 def n_equal_beyond(n_known: int, one: np.ndarray, other: np.ndarray) -> int:

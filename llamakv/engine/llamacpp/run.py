@@ -33,8 +33,9 @@ class LlamaRun:
     ``cells`` of its own from the beginning is a guest: they are not the scheduler's to give away.
 
     ``may_go``, ``is_pinned`` and ``n_holds`` are for when it is kept: its cells may be given to others, or never, or
-    only when nothing else is left; ``begun`` says who began as it does. ``is_paused`` is for before: it has its cells
-    and does not go on.
+    only when nothing else is left; ``begun`` says who began as it does, ``begun_s`` when anybody last did, and
+    ``is_copy`` that it is there for that only. ``is_paused`` is for before: it has its cells and does not go on.
+    Reading it stops at its ``places``.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class LlamaRun:
         self.cells = cells
         self.is_guest = cells is not None
         self.space = request.space if request is not None else ""
-        self.may_go = self.is_pinned = self.is_paused = False
+        self.may_go = self.is_pinned = self.is_paused = self.is_copy = False
         self.n_holds = 0
         self.begun = Begun()
+        self.begun_s = 0.0
+        self.places: tuple[int, ...] = ()
         self.logprobs: list[TokenLogprob] = []
         self.writer: Writer | None = None
         self.n_prompt = len(tokens)
@@ -97,6 +100,12 @@ class LlamaRun:
     def n_unread(self) -> int:
         """Tokens still to evaluate before the pending one."""
         return len(self.tokens) - 1 - (self.cells.n_cells if self.cells is not None else 0)
+
+    @property
+    def n_readable(self) -> int:
+        """Tokens of these that one call may read: as far as the next of its places."""
+        n_cells = self.cells.n_cells if self.cells is not None else 0
+        return min((place - n_cells for place in self.places if place > n_cells), default=self.n_unread)
 
     @property
     def n_to_come(self) -> int:

@@ -10,11 +10,13 @@ from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, comp
 from llamakv.engine.llamacpp.keeping import RunsKept
 from llamakv.engine.llamacpp.kept import KeptRuns
 from llamakv.engine.llamacpp.native import Pointer
+from llamakv.engine.llamacpp.places import Places
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.sequence import LlamaSequence
 from llamakv.engine.llamacpp.shared import N_EXPECTED, SharedContext
+from llamakv.engine.llamacpp.turns import piece_by_piece
 from llamakv.engine.memory import ContextMemory
-from llamakv.errors import AbortedError, EngineError, LlamakvError, NoRoomError
+from llamakv.errors import AbortedError, LlamakvError, NoRoomError
 from llamakv.records import Sampling, StateSection
 
 _N_READ = 64
@@ -57,6 +59,7 @@ class LlamaScheduler(RunsKept):
         self._is_closed = False
         self.flash_attn = shared.native.flash_attn
         kept = KeptRuns(shared, self._active, shares_runs=is_for_many, later_share=later_share)
+        self._places = Places(shared, kept, self._active, drop=self._free, is_for_many=is_for_many)
         admission = Admission(
             shared,
             self._active,
@@ -133,6 +136,7 @@ class LlamaScheduler(RunsKept):
                 raise ValueError("a run has at least one token")
             number = self._n_submitted
             run = LlamaRun(tokens, owner=self, request=request, n_ctx_max=self._n_ctx_max, number=number)
+            run.places = self._places.of(request)
             self._n_submitted += 1
             self.admission.waiting.append(run)
             return run
@@ -168,6 +172,13 @@ class LlamaScheduler(RunsKept):
             raise ValueError("the run is not over: cancel it")
         with self.lock:
             self._free(own)
+            self._places.release_unneeded(self.admission.waiting, idle_s=0.0, space=own.space)
+
+    def release_copies(self, idle_s: float) -> None:
+        """Free the copies that nobody needs; see the contract."""
+        if any(run.is_copy for run in self._kept):  # else it need not wait for a step
+            with self.lock:
+                self._places.release_unneeded(self.admission.waiting, idle_s=idle_s)
 
     def _free(self, run: LlamaRun) -> None:
         if run.cells is not None and not run.is_guest:
@@ -204,20 +215,7 @@ class LlamaScheduler(RunsKept):
         cells = own.cells
         if cells is None:
             raise ValueError("the run kept no cells")
-        return self.piece_by_piece(self._shared.export(cells, from_position), lambda: own.cells is cells)
-
-    def piece_by_piece(
-        self, sections: Iterator[StateSection], is_there: Callable[[], bool] = lambda: True
-    ) -> Iterator[StateSection]:
-        """Sections, each taken while no other thread uses the context, and what they are of is still there."""
-        while True:
-            with self.lock:
-                if not is_there():
-                    raise EngineError("the cells of a run were freed while they were exported")
-                section = next(sections, None)
-            if section is None:
-                return
-            yield section
+        return piece_by_piece(self._places.export(own, cells, from_position), self.lock, lambda: own.cells is cells)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse what is no token.
@@ -269,6 +267,7 @@ class LlamaScheduler(RunsKept):
     def _begin(self, run: LlamaRun) -> None:
         try:
             run.begin(self._vocab, self._info.n_vocab, self._token_bytes)
+            self._places.keep(run)  # it may have begun at a place with what goes soon
         except LlamakvError:
             self._free(run)
             raise
@@ -334,6 +333,8 @@ class LlamaScheduler(RunsKept):
             self._n_decoded += n
             if writes:
                 run.add_token(index, native, self._is_end)
+        for run, _ in part:
+            self._places.keep(run)  # for which a context with more sequences may take this one's place
         self._shared.note_peak()
 
     # ------------------------------------------------------------ when memory is short

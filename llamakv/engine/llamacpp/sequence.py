@@ -10,6 +10,7 @@ from llamakv.engine.contract import AbortCheck, ModelInfo, OnTokens, Rewound, Ru
 from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.engine.llamacpp.turns import piece_by_piece
 from llamakv.engine.room import no_room
 from llamakv.errors import AbortedError
 from llamakv.records import Sampling, SectionKind, StateSection
@@ -217,7 +218,7 @@ class LlamaSequence:
 
     def export(self, from_position: int = 0) -> Iterator[StateSection]:
         """Yield the state beyond ``from_position`` in sections; see the contract."""
-        return self._scheduler.piece_by_piece(self._shared.export(self.cells, from_position))
+        return piece_by_piece(self._shared.export(self.cells, from_position), self._scheduler.lock)
 
     def restore(self, tokens: Sequence[int], sections: Iterable[StateSection]) -> None:
         """Replace the sequence with a stored one; see the contract."""

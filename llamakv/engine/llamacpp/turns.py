@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
+
+from llamakv.errors import EngineError
+from llamakv.records import StateSection
 
 
 class TurnLock:
@@ -69,3 +73,21 @@ class TurnLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def piece_by_piece(
+    sections: Iterator[StateSection], lock: TurnLock, is_there: Callable[[], bool] = lambda: True
+) -> Iterator[StateSection]:
+    """Sections, each taken while no other thread uses the context, and what they are of is still there.
+
+    Raises:
+        EngineError: it is not.
+    """
+    while True:
+        with lock:
+            if not is_there():
+                raise EngineError("the cells of a run were freed while they were exported")
+            section = next(sections, None)
+        if section is None:
+            return
+        yield section
