@@ -13,7 +13,7 @@ from llamakv.records import SectionKind
 from llamakv.server.contract import Ask
 from llamakv.server.service import LlamaService
 from llamakv.store.session_file import read_session
-from tests.server.service_driver import LONG, answer_to, chat, open_for
+from tests.server.service_driver import ENDLESS, LONG, answer_to, chat, open_for
 from tests.server.test_service import run, until
 
 N_USERS = 8
@@ -87,14 +87,16 @@ def test_a_text_that_begins_like_one_being_read_waits_for_that(recurrent: Path) 
         run(service, act)
 
 
-def test_what_was_left_goes_without_anybody_asking(recurrent: Path) -> None:
+def test_what_a_user_who_went_away_had_read_goes_too(recurrent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamakv.server.saver._VISIT_S", 0.0)
+    monkeypatch.setattr("llamakv.server.saver._IDLE_S", 0.01)
+
     async def act(service: LlamaService) -> None:
-        answer = await service.ask(chat("hello there"))
+        answer = await service.ask(chat("hello there", sampling=ENDLESS))
         async for _ in answer.pieces():
             break
         answer.cancel()
         await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
-        service._scheduler.release_copies(0.0)
         await until(lambda: service._scheduler.counts.n_cells == 0)
 
     with open_for(recurrent, None) as service:

@@ -15,6 +15,8 @@ from llamakv.records import Sampling, SectionKind, StateSection
 _SHARE = 4
 """One sequence in so many may be a copy: they are not to crowd out the conversations that they are for."""
 
+_NOTHING = (False, False)
+
 
 class Places:
     """Keeps copies of sequences at the places that requests tell, as kept runs that may go. They share all their cells
@@ -55,36 +57,48 @@ class Places:
         """Keep a copy of a run that has come to one of its places. Without a sequence for it nothing is kept, and so it
         is where sequences share no cells any more once the context grows: each would take its own then."""
         cells = run.cells
-        if cells is None or cells.n_cells not in run.places or self._is_there(run, cells.n_cells):
+        if cells is None or cells.n_cells not in run.places:
             return
-        if self._shared.moves_whole or not self._make_way():
+        there = next(self._copies_of(run, cells.n_cells), None)
+        if there is not None:
+            self._kept.note_begun(run, there)  # it could have
+            return
+        is_last = cells.n_cells == run.n_prompt - 1
+        if self._shared.moves_whole or not self._make_way(is_last=is_last):
             return
         request = RunRequest(tokens=(), sampling=Sampling(max_tokens=0), keeps_cells=True, space=run.space)
         tokens = run.tokens[: cells.n_cells + 1]
         copy = LlamaRun(tokens, owner=run.owner, request=request, n_ctx_max=run.n_ctx_max, number=-1)
         copy.end("copied")
         copy.is_copy = copy.may_go = True
+        copy.places = () if is_last else run.places
         copy.cells = self._shared.fork(cells, cells.n_cells)
         self._kept.add(copy)
 
-    def _is_there(self, run: LlamaRun, n_cells: int) -> bool:
-        return any(copy.cells is not None and copy.cells.n_cells == n_cells for copy in self._copies_of(run))
-
-    def _copies_of(self, run: LlamaRun) -> Iterator[LlamaRun]:
-        """Copies that a run begins with."""
+    def _copies_of(self, run: LlamaRun, n_cells: int) -> Iterator[LlamaRun]:
+        """Copies of the first cells of a run."""
         for kept in self._kept:
-            if kept.is_copy and kept.cells is not None and begins_with(run, kept, kept.cells.n_cells):
+            is_here = kept.is_copy and kept.cells is not None and kept.cells.n_cells == n_cells
+            if is_here and begins_with(run, kept, n_cells):
                 yield kept
 
-    def _make_way(self) -> bool:
-        """Have a sequence for one more. Of the copies, those that nobody has begun with go first."""
-        copies = [kept for kept in self._kept if kept.is_copy]
-        if len(copies) < self._n_max and self._shared.has_sequence():
+    def _make_way(self, *, is_last: bool) -> bool:
+        """Have a sequence for one more. Where a prompt ends only the same prompt would begin: its copy takes no other's
+        place but that of another one like it. Else that of a copy that nobody has begun with, those of prompts' ends
+        before others; then that of what was used longest ago."""
+        copies = [kept for kept in self._kept if kept.is_copy and not kept.is_pinned]
+        is_full = len(copies) >= self._n_max
+        if not is_full and self._shared.has_sequence():
             return True
-        going = copies if len(copies) >= self._n_max else self._kept.that_may_go()
-        if going:
-            self._drop(next((copy for copy in copies if not copy.begun_s), going[0]))
-        return self._shared.has_sequence()
+        going = min(copies, key=_worth, default=None)
+        if is_last:
+            going = going if going is not None and _worth(going) == _NOTHING else None
+        elif not is_full and (going is None or going.begun_s):
+            going = next(iter(self._kept.that_may_go()), None)
+        if going is None:
+            return False
+        self._drop(going)
+        return True
 
     def export(self, run: LlamaRun, cells: SequenceCells, p0: int) -> Iterator[StateSection]:
         """State of a run beyond ``p0``, and that at its first place, if that is beyond ``p0`` too and there is a copy:
@@ -92,10 +106,10 @@ class Places:
         once; of later places there would be one for each session."""
         place = min(run.places, default=0)
         if p0 < place < run.n_prompt - 1:
-            for copy in self._copies_of(run):
-                if copy.cells is not None and copy.cells.n_cells == place:
-                    data = self._shared.tail(copy.cells)
-                    yield StateSection(kind=SectionKind.TAIL, p0=place, p1=place, p_used=place, data=data)
+            copy = next(self._copies_of(run, place), None)
+            if copy is not None and copy.cells is not None:
+                data = self._shared.tail(copy.cells)
+                yield StateSection(kind=SectionKind.TAIL, p0=place, p1=place, p_used=place, data=data)
         yield from self._shared.export(cells, p0)
 
     # ------------------------------------------------------------ those that nobody needs
@@ -105,7 +119,7 @@ class Places:
         memory or to come begins with."""
         until_s = time.perf_counter() - idle_s
         copies = [kept for kept in self._kept if kept.is_copy and space in (None, kept.space)]
-        idle = [copy for copy in copies if max(copy.begun_s, copy.ended_s) <= until_s]
+        idle = [copy for copy in copies if max(copy.begun_s, copy.ended_s) <= until_s and not copy.is_pinned]
         if not idle:
             return
         others = [run for run in (*self._kept, *self._active, *waiting) if not run.is_copy]
@@ -113,3 +127,8 @@ class Places:
             n_cells = copy.cells.n_cells if copy.cells is not None else 0
             if not any(begins_with(run, copy, n_cells) for run in others):
                 self._drop(copy)
+
+
+def _worth(copy: LlamaRun) -> tuple[bool, bool]:
+    """What copies are compared by: whether anybody began with it, and whether others are likely to."""
+    return bool(copy.begun_s), bool(copy.places)

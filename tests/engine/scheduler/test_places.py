@@ -161,9 +161,34 @@ def test_copies_take_a_quarter_of_the_sequences_and_those_never_begun_with_go_fi
     first, second = tokens_of(recurrent, 120), tokens_of(recurrent, 120, seed=1)
     run_at(scheduler, [*first, 400], (50,), n=1)
     run_at(scheduler, [*first[:50], 401], (), n=1)
-    run_at(scheduler, second, (40, 60, 80, 100), n=1)
-    assert copies(scheduler) == [50, 80, 100]
+    run_at(scheduler, second, (40, 60, 80, 119), n=1)
+    assert copies(scheduler) == [50, 60, 80]
     check_account(scheduler)
+
+
+def test_the_end_of_a_prompt_takes_only_a_free_sequence_or_another_ones_like_it(recurrent: LlamaModel) -> None:
+    scheduler = open_many(recurrent, 2, n_kept=9)
+    texts = [tokens_of(recurrent, 60 + i, seed=i) for i in range(4)]
+    run_at(scheduler, texts[0], (20, 59), n=1)
+    run_at(scheduler, texts[1], (30, 60), n=1)
+    assert copies(scheduler) == [20, 30, 60]
+    run_at(scheduler, texts[2], (61,), n=1)
+    assert copies(scheduler) == [20, 30, 61]
+    run_at(scheduler, texts[3], (40, 62), n=1)
+    assert copies(scheduler) == [20, 30, 40]
+
+
+def test_a_place_that_others_read_past_counts_as_begun_with(recurrent: LlamaModel) -> None:
+    """They began before it with a run that was just there, to which less than a call was missing."""
+    scheduler = open_many(recurrent, 4, n_kept=7)
+    prefix = tokens_of(recurrent, 270)
+    one = scheduler.submit(ask_at([*prefix, *tokens_of(recurrent, 9, seed=1)], (270,), n=1))
+    scheduler.step()
+    other = scheduler.submit(ask_at([*prefix, *tokens_of(recurrent, 9, seed=2)], (270, 278), n=1))
+    drive(scheduler, [one, other])
+    assert other.n_reused == 256
+    run_at(scheduler, tokens_of(recurrent, 50, seed=3), (10, 20, 30, 40), n=1)
+    assert 270 in copies(scheduler)
 
 
 def test_copies_make_room_for_others(recurrent: LlamaModel) -> None:

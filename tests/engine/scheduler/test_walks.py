@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.run import LlamaRun
+from llamakv.engine.prefix import n_common
 from llamakv.errors import NoRoomError
 from llamakv.records import StateSection
 from tests.engine.scheduler.cases import N_STEPS_MAX, watching
@@ -45,6 +47,7 @@ class Walk:
     def __init__(self, model: LlamaModel, seed: int) -> None:
         self.model = model
         self.numbers = random.Random(seed)
+        self.places = random.Random(seed)  # of its own: what else is done was chosen before there were any
         self.scheduler = open_many(model, 3, n_kept=5, n_cells_max=self.numbers.choice((450, 600, 900)))
         self.runs: list[LlamaRun] = []
         self.stored: list[Stored] = []
@@ -82,12 +85,14 @@ class Walk:
                 self.scheduler.release(run)
 
     def step(self) -> None:
-        """What fails has no room beside what is pinned, even with nothing else there."""
-        n_pinned = sum(run.cells.n_cells for run in self.scheduler.kept if run.is_pinned)
+        """What fails has no room beside what is pinned, even with nothing else there but what it begins with."""
+        kept = self.scheduler.kept
+        n_pinned = sum(run.cells.n_cells for run in kept if run.is_pinned)
         for run in self.scheduler.step():
             if run.error is not None:
                 assert isinstance(run.error, NoRoomError)
-                assert 0 < run.error.fields["used"] <= n_pinned
+                n_begun = max(n_common(run.tokens, other.tokens) for other in kept)
+                assert 0 < run.error.fields["used"] <= n_pinned + n_begun
                 assert run.error.fields["used"] + len(run.tokens) - 1 >= run.error.fields["limit"] - run.n_reused
 
     def submit(self, kept: list[LlamaRun]) -> None:
@@ -102,7 +107,9 @@ class Walk:
             tokens = [*numbers.choice(self.prefixes)[: numbers.choice((0, 70, 150))], *suffix]
         if len(tokens) < 400:
             request = ask(tokens, numbers.randint(1, 12), keeps=numbers.random() < 0.8, space=space)
-            self.runs.append(self.scheduler.submit(request))
+            places = {place for place in (70, 100, 150, len(tokens) - 1) if 0 < place < len(tokens)}
+            chosen = tuple(sorted(place for place in places if self.places.random() < 0.5))
+            self.runs.append(self.scheduler.submit(replace(request, places=chosen)))
 
     def adopt(self) -> None:
         if not self.stored:
