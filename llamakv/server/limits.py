@@ -28,6 +28,7 @@ class ServeOptions:
     its own. ``max_body_bytes`` holds for one request (4 MiB are about a million tokens of text). ``max_tokens`` is the
     most that may be asked for each choice, and what is taken where nothing is said; None: as far as there is room.
     ``max_concurrent_per_key`` requests of a key are under way at once (all clients together where there are no keys).
+    One other machine has ``max_connections_per_address`` connections open at most, this one as many as there may be.
     ``max_time_s`` is how long a request may take, from when it came. ``sampling`` holds the parameters of requests that
     name none. ``model_alias`` are further names the model answers to. ``allowed_hosts`` are the host names, without
     port, that clients may call the server by; none: any (bound elsewhere than to loopback, with keys).
@@ -39,6 +40,7 @@ class ServeOptions:
     max_tokens: int | None = None
     max_choices: int = 16
     max_concurrent_per_key: int = 64
+    max_connections_per_address: int = 64
     max_time_s: float = 600.0
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.3))
     model_alias: tuple[str, ...] = ()

@@ -109,7 +109,7 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
     ran = run(
         "serve", "-m", model, "--host", "::1", "--port", "0", "--api-key-file", keys, "--isolate", "--alias", "gpt",
         "--grace", "2.5", "--parallel", "4", "-c", "512", "--cells", "2048", "--prefix-share", "0.25",
-        "--max-queue", "0", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99", "--warm", "rules",
+        "--max-queue", "0", "--max-connections", "7", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99", "--warm", "rules",
         "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d", "--type-k", "q8_0",
         "--flash-attn", "on", "-t", "1",
     )  # fmt: skip
@@ -119,7 +119,7 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
     assert options is not None
     assert options.keys == {"ann": "0123456789abcdef0", "key 2": "fedcba98765432100"}
     assert (options.isolate, options.model_alias, options.max_time_s) == (True, ("gpt",), 120.0)
-    assert (options.max_body_bytes, options.max_tokens) == (1 << 20, 99)
+    assert (options.max_body_bytes, options.max_tokens, options.max_connections_per_address) == (1 << 20, 99, 7)
     request = asked.request
     assert request is not None
     assert (request.n_ctx, request.n_cells, request.n_sequences, request.n_waiting_max) == (512, 2048, 4, 0)

@@ -46,7 +46,7 @@ SERVER, LIMITS = "Server", "Limits"
 HOST, PORT = "127.0.0.1", 8080
 GRACE_S = 10.0
 PREFIX_SHARE = 0.5
-MAX_QUEUE, MAX_TIME_S, MAX_BODY_BYTES = 64, 600.0, 4 << 20
+MAX_QUEUE, MAX_CONNECTIONS, MAX_TIME_S, MAX_BODY_BYTES = 64, 64, 600.0, 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,11 @@ class LimitsGroup:
         int | None,
         typer.Option("--max-queue", metavar="N", parser=whole(0, 100_000), rich_help_panel=LIMITS,
                      help="Requests that may wait; more are told to come again, 429 (default: 64)."),
+    ] = None  # fmt: skip
+    max_connections: Annotated[
+        int | None,
+        typer.Option("--max-connections", metavar="N", parser=whole(1, 100_000), rich_help_panel=LIMITS,
+                     help="Connections one address may have open; this machine has no such limit (default: 64)."),
     ] = None  # fmt: skip
     max_time: Annotated[
         float | None,
@@ -252,6 +257,7 @@ def _options(output: Output, server: ServerGroup, limits: LimitsGroup) -> ServeO
         isolate=server.isolate,
         max_body_bytes=limits.max_body or MAX_BODY_BYTES,
         max_tokens=None if limits.max_tokens == -1 else limits.max_tokens,
+        max_connections_per_address=limits.max_connections or MAX_CONNECTIONS,
         max_time_s=limits.max_time or MAX_TIME_S,
         model_alias=tuple(server.alias or ()),
     )
