@@ -25,6 +25,7 @@ from llamakv.errors import (
     UsageError,
     WriteError,
 )
+from llamakv.server.jobs import UnreadError
 
 STATUS_OF: tuple[tuple[type[LlamakvError], int, str | None], ...] = (
     (UsageError, 400, None),
@@ -35,6 +36,7 @@ STATUS_OF: tuple[tuple[type[LlamakvError], int, str | None], ...] = (
     (MismatchError, 409, None),
     (NoRoomError, 400, None),
     (BusyError, 429, None),
+    (UnreadError, 408, None),
     (AbortedError, 503, "the request was stopped"),
     (InterruptedByUser, 503, "the server is stopping"),
     (WriteError, 500, "the session could not be written"),

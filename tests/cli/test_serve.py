@@ -109,9 +109,9 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
     ran = run(
         "serve", "-m", model, "--host", "::1", "--port", "0", "--api-key-file", keys, "--isolate", "--alias", "gpt",
         "--grace", "2.5", "--parallel", "4", "-c", "512", "--cells", "2048", "--prefix-share", "0.25",
-        "--max-queue", "0", "--max-connections", "7", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99", "--warm", "rules",
-        "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d", "--type-k", "q8_0",
-        "--flash-attn", "on", "-t", "1",
+        "--max-queue", "0", "--max-connections", "7", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99",
+        "--warm", "rules", "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d",
+        "--type-k", "q8_0", "--flash-attn", "on", "-t", "1",
     )  # fmt: skip
     assert (ran.status, ran.err.count("warning")) == (0, 0)
     assert asked.where == ("::1", 0, 2.5)

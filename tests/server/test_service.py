@@ -12,11 +12,13 @@ import pytest
 from llamakv.engine.text import join
 from llamakv.errors import BusyError, EngineError, NoRoomError, UsageError
 from llamakv.records import Sampling
+from llamakv.server import jobs
 from llamakv.server.contract import Ask
+from llamakv.server.jobs import UnreadError
 from llamakv.server.service import LlamaService
 from tests.ops.driver import GREEDY as GREEDY_OPTIONS
 from tests.ops.driver import Driver
-from tests.server.service_driver import AT_ONCE_S, GREEDY, LONG, Heard, answer_to, chat, open_for, said
+from tests.server.service_driver import AT_ONCE_S, ENDLESS, GREEDY, LONG, Heard, answer_to, chat, open_for, said
 
 
 def run(service: LlamaService, act: Callable[[LlamaService], Awaitable[None]]) -> None:
@@ -189,6 +191,35 @@ def test_pieces_nobody_reads_are_joined(model_path: Path) -> None:
         assert len(late.pieces) == 1
         assert late.text == fast.text
         assert len(late.pieces[0].logprobs) == 40
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_probabilities_that_were_told_are_not_held_any_longer(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        answer = await service.ask(chat("hello there", sampling=GREEDY, n_top_logprobs=20))
+        one = await said(answer)
+        assert sum(len(piece.logprobs) for piece in one.pieces) == 8
+        assert [len(job.run.logprobs) for job in answer._jobs if job.run is not None] == [0]
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_an_answer_of_which_too_much_waits_is_ended_and_frees_its_cells(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "WAITING_BYTES_MAX", 50_000)
+
+    async def act(service: LlamaService) -> None:
+        slow = await service.ask(chat("hello there", sampling=ENDLESS, n_choices=2, n_top_logprobs=20))
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert service.counts.n_cells == 0
+        assert 12 <= service.counts.n_generated < 200
+        with pytest.raises(UnreadError, match="bytes of the answer were not read, 50000 may wait"):
+            await said(slow)
+        assert (await answer_to(service, chat("hello there"))).finish == "length"
 
     with open_for(model_path, None) as service:
         run(service, act)
