@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class Claim:
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """What all answers took so far."""
+    """What all answers of a space took so far."""
 
     n_prompt_tokens: int = 0
     n_reused_memory: int = 0
@@ -95,7 +96,7 @@ class Answers:
         self._claims: dict[Job, tuple[Prompt, Claim]] = {}
         self._is_closed = False
         self.queue = Queue(room.n_parallel, n_waiting_max)
-        self.sums = Sums()
+        self.sums: defaultdict[str, Sums] = defaultdict(Sums)  # by space
         self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
         self.preparing_long = ThreadPoolExecutor(1, thread_name_prefix="llamakv-prepare-long")
         self.loading = ThreadPoolExecutor(_N_LOADING, thread_name_prefix="llamakv-load")
@@ -279,7 +280,7 @@ class Answers:
         with self._lock:
             self._claims.pop(job, None)
             if run is not None:
-                self._add_up(run, source)
+                self._add_up(self.sums[space], run, source)
         try:
             if run is not None and has_cells:
                 if run.n_generated:
@@ -291,8 +292,7 @@ class Answers:
             self.queue.leave(1, is_done=job.finish_reason not in ("", "interrupted"))
             self._saver.wake()
 
-    def _add_up(self, run: Run, source: str) -> None:
-        sums = self.sums
+    def _add_up(self, sums: Sums, run: Run, source: str) -> None:
         sums.n_prompt_tokens += run.n_reused + run.n_evaluated
         sums.n_evaluated += run.n_evaluated
         sums.n_generated += run.n_generated

@@ -34,6 +34,21 @@ def client_of(connection: HTTPConnection) -> Client:
     return client
 
 
+def check_may_know_all(client: Client, options: ServeOptions) -> None:
+    """Refuse who may not know what all keys together do: with a ``metrics_key`` all others, else with ``isolate`` all.
+
+    Raises:
+        HttpError: 403.
+    """
+    if options.metrics_key is None and options.isolate:
+        told = "the metrics are of all keys, which are kept apart: they are for the --metrics-key, which there is not"
+    elif options.metrics_key not in (None, client.name):
+        told = "the metrics are told to another key"
+    else:
+        return
+    raise HttpError(403, told, code="metrics_not_allowed")
+
+
 class Gate:
     """Middleware that refuses what may not come in, before anything of it is read.
 

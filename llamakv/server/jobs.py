@@ -14,8 +14,8 @@ from llamakv.errors import LlamakvError
 from llamakv.server.contract import AnswerPiece, TokenLogprob, Usage
 
 WAITING_BYTES_MAX = 8 << 20
-"""What may wait for a client that reads more slowly than is written: about two thousand tokens, each told with 20 others
-and their probabilities."""
+"""What may wait for a client that reads more slowly than is written: about two thousand tokens, each told with 20
+others and their probabilities."""
 
 _LOGPROB_BYTES = 175
 """What a token with its probability takes, as measured (CPython 3.11)."""

@@ -25,17 +25,19 @@ class ServeOptions:
     """Limits and secrets of the HTTP side.
 
     ``keys`` maps names to API keys; without any the server is open. With ``isolate`` each key has cells and sessions of
-    its own. ``max_body_bytes`` holds for one request (4 MiB are about a million tokens of text). ``max_tokens`` is the
-    most that may be asked for each choice, and what is taken where nothing is said; None: as far as there is room.
-    ``max_concurrent_per_key`` requests of a key are under way at once (all clients together where there are no keys).
-    One other machine has ``max_connections_per_address`` connections open at most, this one as many as there may be.
-    ``max_time_s`` is how long a request may take, from when it came. ``sampling`` holds the parameters of requests that
-    name none. ``model_alias`` are further names the model answers to. ``allowed_hosts`` are the host names, without
-    port, that clients may call the server by; none: any (bound elsewhere than to loopback, with keys).
+    its own. ``metrics_key`` names the only one that is told the metrics, which are of all keys together; None: all are,
+    with ``isolate`` none. ``max_body_bytes`` holds for one request (4 MiB are about a million tokens of text).
+    ``max_tokens`` is the most that may be asked for each choice, and what is taken where nothing is said; None: as far
+    as there is room. ``max_concurrent_per_key`` requests of a key are under way at once (all clients together where
+    there are no keys). One other machine has ``max_connections_per_address`` connections open at most, this one as many
+    as there may be. ``max_time_s`` is how long a request may take, from when it came. ``sampling`` holds the parameters
+    of requests that name none. ``model_alias`` are further names the model answers to. ``allowed_hosts`` are the host
+    names, without port, that clients may call the server by; none: any (bound elsewhere than to loopback, with keys).
     """
 
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     isolate: bool = False
+    metrics_key: str | None = None
     max_body_bytes: int = 4 << 20
     max_tokens: int | None = None
     max_choices: int = 16

@@ -86,6 +86,9 @@ class FakeService:
         self.answers.append(FakeAnswer(self.script(ask)))
         return self.answers[-1]
 
+    async def counts_of(self, space: str) -> ServiceCounts:
+        return replace(self.counts, n_generated=len(space)) if space else self.counts
+
     async def sessions(self, space: str) -> Sequence[SessionLine]:
         self.done.append(("sessions", space))
         return [LINE]

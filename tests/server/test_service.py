@@ -225,6 +225,33 @@ def test_an_answer_of_which_too_much_waits_is_ended_and_frees_its_cells(
         run(service, act)
 
 
+def test_counts_of_a_space_say_nothing_of_the_others(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        before = await service.counts_of("bob")
+        one = await answer_to(service, chat("hello there", space="ada"))
+        two = await answer_to(service, chat("another", space="ada"))
+        endless = await service.ask(chat("one more", space="ada", sampling=ENDLESS))
+        async for _ in endless.pieces():
+            others = await service.counts_of("bob")
+            assert replace(others, n_ctx=0) == replace(before, n_ctx=0)
+            assert (await service.counts_of("ada")).n_active == 1
+            break
+        endless.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        own, of_all = await service.counts_of("ada"), service.counts
+        three = await answer_to(service, chat("hello there", space="bob"))
+        bob = await service.counts_of("bob")
+        assert (own.n_live, own.n_cells) == (of_all.n_live, of_all.n_cells)
+        assert own.n_cells < one.usage.n_prompt + two.usage.n_prompt  # shared ones count once
+        assert (bob.n_prompt_tokens, bob.n_generated, bob.n_live) == (three.usage.n_prompt, 8, 1)
+        assert bob.n_cells == three.usage.n_prompt + 7
+        assert service.counts.n_generated == own.n_generated + 8
+        assert await service.counts_of("") == service.counts
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
 # ---------------------------------------------------------------- how answers end
 
 

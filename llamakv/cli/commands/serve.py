@@ -73,6 +73,11 @@ class ServerGroup:
         typer.Option("--isolate", metavar="", rich_help_panel=SERVER,
                      help="Each API key has cells and sessions of its own; nothing is shared between keys."),
     ] = False  # fmt: skip
+    metrics_key: Annotated[
+        str | None,
+        typer.Option("--metrics-key", metavar="NAME", parser=not_empty, rich_help_panel=SERVER,
+                     help="Name of the API key that may read /metrics (default: any; none with --isolate)."),
+    ] = None  # fmt: skip
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="NAME", parser=not_empty, rich_help_panel=SERVER,
@@ -252,9 +257,16 @@ def _options(output: Output, server: ServerGroup, limits: LimitsGroup) -> ServeO
     keys = _keys(output, server.api_key_file)
     if server.isolate and not keys:
         raise UsageError("--isolate keeps API keys apart, and there are none", hint="--api-key-file keys.txt")
+    if server.metrics_key is not None and server.metrics_key not in keys:
+        known = ", ".join(repr(name) for name in keys) or "none"
+        raise UsageError(
+            f"no API key is called {server.metrics_key!r}, there are: {known}",
+            hint=f"echo {server.metrics_key} $(head -c 24 /dev/urandom | base64) >> keys.txt",
+        )
     return ServeOptions(
         keys=keys,
         isolate=server.isolate,
+        metrics_key=server.metrics_key,
         max_body_bytes=limits.max_body or MAX_BODY_BYTES,
         max_tokens=None if limits.max_tokens == -1 else limits.max_tokens,
         max_connections_per_address=limits.max_connections or MAX_CONNECTIONS,
