@@ -39,6 +39,9 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+_N_SESSIONS_SHOWN = 200
+"""Conversations that the page is told of each second, those used last; ``/v1/sessions`` tells all."""
+
 
 def make_app(service: Service, options: ServeOptions) -> Starlette:
     """The application over a service, which stays the caller's to open and to stop.
@@ -73,7 +76,8 @@ def make_app(service: Service, options: ServeOptions) -> Starlette:
             "ready": service.is_ready,
             "model": asdict(service.model),
             "counts": asdict(await service.counts_of(space)),
-            "sessions": [line_json(line) for line in sessions],
+            "sessions": [line_json(line) for line in sessions[:_N_SESSIONS_SHOWN]],
+            "n_sessions": len(sessions),
         }
         return json_response(plain(values))
 

@@ -216,6 +216,11 @@ async function receive(one, answer, signal) {
   answer.facts = factsOf(usage, finish, first && (first - sent) / 1000, (last - first) / 1000);
 }
 
+const ENDS = {
+  length: "the limit of tokens", context: "the end of the context", timeout: "the limit of time",
+  interrupted: "the server, which stops",
+};
+
 /** What an answer took, in words. */
 function factsOf(usage, finish, first_s, rest_s) {
   const parts = [];
@@ -228,7 +233,7 @@ function factsOf(usage, finish, first_s, rest_s) {
   if (usage?.completion_tokens > 1 && rest_s > 0) {
     parts.push(`${number(Math.round((usage.completion_tokens - 1) / rest_s))} tokens/s`);
   }
-  if (finish && finish !== "stop") parts.push(`ended by ${{ length: "the limit of tokens" }[finish] ?? finish}`);
+  if (finish && finish !== "stop") parts.push(`ended by ${ENDS[finish] ?? finish}`);
   return parts.join(" · ");
 }
 
@@ -292,7 +297,7 @@ function fill(line, session) {
   line.pin.textContent = session.is_pinned ? "unpin" : "pin";
 }
 
-function showSessions(sessions) {
+function showSessions(sessions, n_sessions) {
   const names = new Set(sessions.map((session) => session.name));
   for (const [name, line] of lines) {
     if (names.has(name)) continue;
@@ -307,6 +312,8 @@ function showSessions(sessions) {
     if (there !== line.box) at("sessions").insertBefore(line.box, there ?? null);
   });
   at("none").hidden = sessions.length > 0;
+  at("more").hidden = n_sessions === sessions.length;
+  at("more").textContent = `and ${number(n_sessions - sessions.length)} more, used longer ago`;
   showName();
 }
 
@@ -406,7 +413,7 @@ async function look() {
     live = await call("GET", "v1/live");
     n_failed = 0;
     showLive(live.counts, live.model);
-    showSessions(live.sessions);
+    showSessions(live.sessions, live.n_sessions);
   } catch (error) {
     seen = null;
     if (error.status === 401) return; // goes on when there is a key
