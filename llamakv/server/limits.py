@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -115,7 +116,7 @@ def _too_large(n_max: int) -> HttpError:
 def _parse(body: bytes) -> dict[str, object]:
     try:
         text = body.decode("utf-8")
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = _loads(text)
         if "\\ud" in text or "\\uD" in text:  # half a character: JSON has it, no text and no answer can
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -129,5 +130,17 @@ def _parse(body: bytes) -> dict[str, object]:
     return values
 
 
+def _loads(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # CPython does not read such numbers, which would take it too long
+        n_max = sys.get_int_max_str_digits()
+        raise HttpError(
+            400, f"a number in the request's body has more than {n_max} digits", code="invalid_json"
+        ) from error
+
+
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    raise HttpError(400, f"the request's body is not JSON: {name} is not a JSON number", code="invalid_json")

@@ -212,3 +212,21 @@ def test_a_client_that_reads_slowly_is_not_dropped(monkeypatch: pytest.MonkeyPat
             time.sleep(0.15)  # 5 s in all
             told += client.recv(10_000)
         assert (told.count(b"x" * 5000), told.count(b"[DONE]")) == (60, 1)
+
+
+# ---------------------------------------------------------------- clients that say two things
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked", b"HTTP/1.0\r\nTransfer-Encoding: chunked"],
+    ids=["and a length", "in HTTP/1.0"],
+)
+def test_a_body_of_doubtful_length_is_refused_and_nothing_after_it_is_taken(head: bytes) -> None:
+    with serving(KeepingService()) as url, connected(url) as client:
+        client.sendall(b"POST /v1/completions " + head + b"\r\nHost: localhost\r\n\r\n0\r\n\r\n" + HEALTH)
+        told = b""
+        while piece := client.recv(1000):
+            told += piece
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert (told.count(b"HTTP/1.1"), told.lower().count(b"connection: close")) == (1, 1)
