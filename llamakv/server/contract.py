@@ -63,12 +63,13 @@ class AnswerPiece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an answer took. ``n_cached`` of the prompt's tokens were not read again; ``source`` says where they were:
-    ``memory``, ``store`` or ``none``."""
+    ``memory``, ``store`` or ``none``. It was ``queued_s`` in the queue, or is so far."""
 
     n_prompt: int
     n_cached: int
     n_generated: int
     source: str = "none"
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -163,6 +164,7 @@ class LlamaAnswer:
         self._outbox = outbox
         self._cancel = cancel
         self._source = source
+        self._queued_at_s = time.perf_counter()
         outbox.on_unread = self.cancel
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
@@ -186,7 +188,12 @@ class LlamaAnswer:
             n_cached=n_cached,
             n_generated=sum(run.n_generated for run in runs),
             source=self._source if n_cached else "none",
+            queued_s=self._turn_s(runs) - self._queued_at_s,
         )
+
+    def _turn_s(self, runs: Sequence[Run]) -> float:
+        """When the first of its runs had its turn; now if none had."""
+        return min((run.started_s for run in runs if run.started_s), default=time.perf_counter())
 
     def cancel(self) -> None:
         """End it; nothing happens if it is over."""

@@ -171,7 +171,9 @@ def test_a_message_is_answered_as_it_is_written_and_what_it_took_is_told(page: P
     page.becomes("#log article > div", "Be brief.", "two\nlines", "Good day.")
     facts = page.until(lambda: page.texts(".facts"), lambda found: found != [""])[0]
     assert re.fullmatch(
-        r"1,024 of 1,100 tokens were cached \(memory\) · [\d.]+ s to first token · [\d,]+ tokens/s", facts
+        r"1,024 of 1,100 tokens were cached \(memory\) · waited 3\.2 s for its turn · "
+        r"[\d.]+ s to first token · [\d,]+ tokens/s",
+        facts,
     )
     ask = service.asks[0]
     assert [(message.role, message.content) for message in ask.prompt] == [  # type: ignore[union-attr]

@@ -289,6 +289,24 @@ def test_an_answer_that_waits_can_be_cancelled(model_path: Path) -> None:
         run(service, act)
 
 
+def test_the_time_in_the_queue_is_told_and_ends_with_it(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        first = await service.ask(chat("one", sampling=ENDLESS))
+        waiting = await service.ask(chat("another"))
+        while waiting.usage.queued_s < 0.05:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        async for _ in waiting.pieces():
+            break
+        queued_s = waiting.usage.queued_s
+        assert queued_s >= 0.05
+        await asyncio.sleep(0.01)
+        assert waiting.usage.queued_s == queued_s
+
+    with open_for(model_path, None, n_sequences=2) as service:
+        run(service, act)
+
+
 def test_a_full_queue_says_when_to_come_again(model_path: Path) -> None:
     endless = replace(GREEDY, max_tokens=3000)
 

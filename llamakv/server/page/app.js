@@ -229,6 +229,7 @@ function factsOf(usage, finish, first_s, rest_s) {
     const where = n && source !== "none" ? ` (${source})` : "";
     parts.push(`${number(n)} of ${number(usage.prompt_tokens)} tokens were cached${where}`);
   }
+  if (usage?.queued_s >= 0.1) parts.push(`waited ${usage.queued_s.toFixed(1)} s for its turn`);
   if (first_s) parts.push(`${first_s.toFixed(first_s < 0.095 ? 2 : 1)} s to first token`);
   if (usage?.completion_tokens > 1 && rest_s > 0) {
     parts.push(`${number(Math.round((usage.completion_tokens - 1) / rest_s))} tokens/s`);
