@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llamakv.engine.contract import Scheduler
 from llamakv.engine.llamacpp.dry_run import LlamaEstimator
 from llamakv.engine.memory import TokenMemory
-from llamakv.errors import EngineError, LlamakvError
+from llamakv.errors import EngineError, LlamakvError, WriteError
 from llamakv.ops.budget import Budget
 from llamakv.ops.copying import Within
 from llamakv.ops.matching import FoundModel, stamp_of
@@ -31,6 +31,7 @@ from llamakv.server.loader import Loader
 from llamakv.server.saver import Saver, Tally
 from llamakv.server.sessions import Sessions, n_distinct_cells
 from llamakv.server.sizes import Room, choose_room
+from llamakv.store.files import check_folder
 
 if TYPE_CHECKING:
     from llamakv.server.run import ServeRequest
@@ -47,6 +48,8 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
     Raises:
         LlamakvError: the model cannot be used, or a session that is to be warm; nothing is left open.
     """
+    if request.store is not None:
+        _warn_if_unwritable(request.store, reporter)
     sizes = _token_memory(request)
     found = FoundModel(
         path=request.model_path,
@@ -92,6 +95,16 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
     except BaseException:
         opened.close()
         raise
+
+
+def _warn_if_unwritable(store: Path, reporter: Reporter) -> None:
+    """Say at the start what else the first save would: the folder, or what it would be made in, cannot be written."""
+    try:
+        check_folder(next(folder for folder in (store, *store.absolute().parents) if folder.exists()))
+    except WriteError as error:
+        reporter.warning(
+            f"{error.message}: conversations stay in memory while there is room, and are lost after that or at the end"
+        )
 
 
 def _token_memory(request: ServeRequest) -> TokenMemory:
