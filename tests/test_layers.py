@@ -39,7 +39,7 @@ HOMES = {
     "typer": ["cli.app", "cli.commands"],
     "prompt_toolkit": ["cli"],
     "starlette": ["server"],
-    "uvicorn": ["server.run"],
+    "uvicorn": ["server.run", "server.connections"],
     "prometheus_client": ["server.metrics"],
     "click": [],
 }

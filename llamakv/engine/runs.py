@@ -86,7 +86,10 @@ class Run(Protocol):
 
     @property
     def logprobs(self) -> Sequence[TokenLogprob]:
-        """One for each token written, if that was asked for; do not change it."""
+        """One for each token written, if that was asked for, less those that were taken; do not change it."""
+
+    def take_logprobs(self) -> Sequence[TokenLogprob]:
+        """Those that came since this was last asked, which are kept no longer."""
 
     @property
     def finish_reason(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """What all answers took so far."""
+    """What all answers of a space took so far."""
 
     n_prompt_tokens: int = 0
     n_reused_memory: int = 0
@@ -94,7 +95,7 @@ class Answers:
             resume=lambda jobs: engine.resume(jobs),
             end=self._end_unbegun,
         )
-        self.sums = Sums()
+        self.sums: defaultdict[str, Sums] = defaultdict(Sums)  # by space
         self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
         self.preparing_long = ThreadPoolExecutor(1, thread_name_prefix="llamakv-prepare-long")
         self.loading = ThreadPoolExecutor(_N_LOADING, thread_name_prefix="llamakv-load")
@@ -283,7 +284,7 @@ class Answers:
         with self._lock:
             self._claims.pop(job, None)
             if run is not None:
-                self._add_up(run, job.source)
+                self._add_up(self.sums[space], run, job.source)
         try:
             if run is not None and has_cells:
                 if run.n_generated:
@@ -297,8 +298,7 @@ class Answers:
                 self.turns.leave(job.turn)
             self._saver.wake()
 
-    def _add_up(self, run: Run, source: str) -> None:
-        sums = self.sums
+    def _add_up(self, sums: Sums, run: Run, source: str) -> None:
         sums.n_prompt_tokens += run.n_reused + run.n_evaluated
         sums.n_evaluated += run.n_evaluated
         sums.n_generated += run.n_generated

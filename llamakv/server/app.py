@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from llamakv.errors import LlamakvError
-from llamakv.server.auth import Gate, client_of
+from llamakv.server.auth import Gate, check_may_know_all, client_of
 from llamakv.server.contract import Service
 from llamakv.server.errors_http import HttpError, http_error, json_response
 from llamakv.server.limits import ServeOptions, Turnstile
@@ -39,6 +39,9 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+_N_SESSIONS_SHOWN = 200
+"""Conversations that the page is told of each second, those used last; ``/v1/sessions`` tells all."""
+
 
 def make_app(service: Service, options: ServeOptions) -> Starlette:
     """The application over a service, which stays the caller's to open and to stop.
@@ -62,16 +65,19 @@ def make_app(service: Service, options: ServeOptions) -> Starlette:
         status = "failed" if service.failure is not None else "ok" if service.is_ready else "stopping"
         return json_response({"status": status}, status=200 if status == "ok" else 503)
 
-    async def told(_: Request) -> Response:
+    async def told(request: Request) -> Response:
+        check_may_know_all(client_of(request), options)
         return Response(metrics.text(), media_type=metrics.content_type, headers={"Cache-Control": "no-store"})
 
     async def live(request: Request) -> Response:
-        sessions = await service.sessions(client_of(request).space)
+        space = client_of(request).space
+        sessions = await service.sessions(space)
         values = {
             "ready": service.is_ready,
             "model": asdict(service.model),
-            "counts": asdict(service.counts),
-            "sessions": [line_json(line) for line in sessions],
+            "counts": asdict(await service.counts_of(space)),
+            "sessions": [line_json(line) for line in sessions[:_N_SESSIONS_SHOWN]],
+            "n_sessions": len(sessions),
         }
         return json_response(plain(values))
 

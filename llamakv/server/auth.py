@@ -34,11 +34,28 @@ def client_of(connection: HTTPConnection) -> Client:
     return client
 
 
+def check_may_know_all(client: Client, options: ServeOptions) -> None:
+    """Refuse who may not know what all keys together do: with a ``metrics_key`` all others, else with ``isolate`` all.
+
+    Raises:
+        HttpError: 403.
+    """
+    if options.metrics_key is None and options.isolate:
+        told = "the metrics are of all keys, which are kept apart: they are for the --metrics-key, which there is not"
+    elif options.metrics_key not in (None, client.name):
+        told = "the metrics are told to another key"
+    else:
+        return
+    raise HttpError(403, told, code="metrics_not_allowed")
+
+
 class Gate:
     """Middleware that refuses what may not come in, before anything of it is read.
 
-    A wrong ``Host`` (a page that had its name point here) and a changing request from another site's page get 403, a
-    missing or wrong key 401. The page and ``/health`` need no key: the page asks for it.
+    A body whose length is told in two ways (what one on the way takes for a body another may take for a request) gets
+    400 and the end of its connection. A wrong ``Host`` (a page that had its name point here) and a changing request
+    from another site's page get 403, a missing or wrong key 401. The page and ``/health`` need no key: the page asks
+    for it.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
@@ -59,6 +76,14 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _admit(self, connection: HTTPConnection) -> Client:
+        is_old = connection.scope["http_version"] == "1.0"  # which knows no chunks
+        if "transfer-encoding" in connection.headers and ("content-length" in connection.headers or is_old):
+            raise HttpError(
+                400,
+                f"Transfer-Encoding is not taken {'in HTTP/1.0' if is_old else 'together with Content-Length'}",
+                code="bad_request",
+                is_last=True,
+            )
         host = connection.headers.get("host", "")
         if self._hosts and _host_name(host) not in self._hosts:
             raise HttpError(403, "the server is not called by this host name", code="host_not_allowed")

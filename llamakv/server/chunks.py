@@ -23,9 +23,9 @@ HEADERS_AFTER_S = 5.0
 clients give up on servers that say nothing."""
 
 KEEP_ALIVE_S = 15.0
-_SEND_TIME_S = 30.0
-"""How long a client may not read at all before its request is ended; what waits for it meanwhile is one buffer of the
-connection and one piece."""
+_SEND_TIME_S = 60.0
+"""How long a client may take to read one piece before its request is ended, however slowly it reads; one that reads
+nothing is dropped earlier (``connections``)."""
 
 _GRACE_S = 10.0
 """How much later than the service, which tells ``timeout`` itself, a request is given up here."""

@@ -66,12 +66,13 @@ class AnswerPiece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an answer took. ``n_cached`` of the prompt's tokens were not read again; ``source`` says where they were:
-    ``memory``, ``store`` or ``none``."""
+    ``memory``, ``store`` or ``none``. It was ``queued_s`` in the queue, or is so far."""
 
     n_prompt: int
     n_cached: int
     n_generated: int
     source: str = "none"
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,8 @@ class SessionLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCounts:
-    """Where the service stands, and sums since it started. Latencies are counted by the HTTP side."""
+    """Where the service stands, and sums since it started: of all, or of one space. Latencies are counted by the HTTP
+    side. ``n_waiting``, ``n_cells_max``, ``n_ctx`` and ``n_sequences_max`` are of the machine in any case."""
 
     n_active: int
     n_waiting: int
@@ -151,7 +153,11 @@ class Service(Protocol):
     def model(self) -> ServedModel: ...
 
     @property
-    def counts(self) -> ServiceCounts: ...
+    def counts(self) -> ServiceCounts:
+        """Those of all spaces together."""
+
+    async def counts_of(self, space: str) -> ServiceCounts:
+        """Those of a space, with nothing in them that others do; of all for the one that all have in common ("")."""
 
     @property
     def is_ready(self) -> bool:

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from llamakv.engine.contract import Counts, Run, Scheduler
-from llamakv.engine.contract import TokenLogprob as EngineLogprob
 from llamakv.errors import EngineError, LlamakvError, NoRoomError
 from llamakv.server.jobs import Job
 
@@ -210,10 +209,7 @@ class EngineThread:
         if run is None or job.outbox is None:
             return
         text = run.take_text()
-        logprobs: Sequence[EngineLogprob] = ()
-        if job.request.n_top_logprobs is not None:
-            logprobs = list(run.logprobs[job.n_logprobs :])
-            job.n_logprobs += len(logprobs)
+        logprobs = run.take_logprobs()
         if text or logprobs or finish_reason is not None:
             job.outbox.put(job.index, text, logprobs, finish_reason=finish_reason)
 

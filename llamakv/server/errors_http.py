@@ -25,6 +25,7 @@ from llamakv.errors import (
     UsageError,
     WriteError,
 )
+from llamakv.server.jobs import UnreadError
 
 STATUS_OF: tuple[tuple[type[LlamakvError], int, str | None], ...] = (
     (UsageError, 400, None),
@@ -35,6 +36,7 @@ STATUS_OF: tuple[tuple[type[LlamakvError], int, str | None], ...] = (
     (MismatchError, 409, None),
     (NoRoomError, 400, None),
     (BusyError, 429, None),
+    (UnreadError, 408, None),
     (AbortedError, 503, "the request was stopped"),
     (InterruptedByUser, 503, "the server is stopping"),
     (WriteError, 500, "the session could not be written"),
@@ -50,7 +52,8 @@ _PATH = re.compile(r"(?<![\w.:/])/(?:[^\s'\"/]+/)+([^\s'\"/]+)")
 
 
 class HttpError(Exception):
-    """A request that is refused with a status, an OpenAI error object and maybe a time to come again."""
+    """A request that is refused with a status, an OpenAI error object and maybe a time to come again. ``is_last``:
+    nothing more is taken on its connection."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class HttpError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        is_last: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -67,6 +71,7 @@ class HttpError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.is_last = is_last
 
     @property
     def body(self) -> dict[str, object]:
@@ -79,6 +84,8 @@ class HttpError(Exception):
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.is_last:
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return json_response(self.body, status=self.status, headers=headers)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from llamakv.engine.contract import Run, RunRequest
@@ -17,35 +18,70 @@ from llamakv.server.contract import AnswerPiece, TokenLogprob, Usage
 if TYPE_CHECKING:
     from llamakv.server.turns import Turn
 
+WAITING_BYTES_MAX = 8 << 20
+"""What may wait for a client that reads more slowly than is written: about two thousand tokens, each told with 20
+others and their probabilities."""
+
+_LOGPROB_BYTES = 175
+"""What a token with its probability takes, as measured (CPython 3.11)."""
+
+
+class UnreadError(LlamakvError):
+    """More was written than a client reads."""
+
+    code = "unread"
+
+
+@dataclass(slots=True)
+class _Unread:
+    """What waits of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
 
 class Outbox:
     """What was written of an answer's choices and is not read yet. Filled by the engine thread, emptied by the event
-    loop it was made in; pieces that wait are joined, so they are never more than one for each choice."""
+    loop it was made in; pieces that wait are joined, so they are never more than one for each choice.
+
+    No more than ``WAITING_BYTES_MAX`` waits: beyond that the answer has failed, what waited is forgotten, and
+    ``on_unread`` is called, once, on the thread that filled it.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._loop = asyncio.get_running_loop()
         self._event = asyncio.Event()
         self._lock = threading.Lock()
-        self._waiting: dict[int, AnswerPiece] = {}
+        self._waiting: dict[int, _Unread] = {}
+        self._n_bytes = 0
         self._error: LlamakvError | None = None
         self._is_told = False
+        self.on_unread: Callable[[], None] = lambda: None
 
     def put(
         self, index: int, text: str, logprobs: Sequence[EngineLogprob] = (), *, finish_reason: str | None = None
     ) -> None:
-        """Add to a choice. From any thread."""
-        told = tuple(self._logprob(one) for one in logprobs)
+        """Add to a choice; nothing happens if the answer has failed. From any thread."""
+        told = [self._logprob(one) for one in logprobs]
         with self._lock:
-            before = self._waiting.get(index)
-            if before is None:
-                piece = AnswerPiece(index=index, text=text, logprobs=told, finish_reason=finish_reason)
-            else:
-                piece = replace(
-                    before, text=before.text + text, logprobs=before.logprobs + told, finish_reason=finish_reason
+            if self._error is not None:
+                return
+            waiting = self._waiting.setdefault(index, _Unread())
+            waiting.texts.append(text)
+            waiting.logprobs += told
+            waiting.finish_reason = finish_reason
+            self._n_bytes += len(text) + _LOGPROB_BYTES * sum(1 + len(one.top) for one in told)
+            is_too_much = self._n_bytes > WAITING_BYTES_MAX
+            if is_too_much:
+                self._waiting.clear()
+                self._error = UnreadError(
+                    f"about {self._n_bytes} bytes of the answer were not read, {WAITING_BYTES_MAX} may wait"
                 )
-            self._waiting[index] = piece
         self._tell()
+        if is_too_much:
+            self.on_unread()
 
     def fail(self, error: LlamakvError) -> None:
         """The answer has failed. From any thread."""
@@ -64,8 +100,17 @@ class Outbox:
             with self._lock:
                 self._event.clear()
                 self._is_told = False
-                found, error = list(self._waiting.values()), self._error
-                self._waiting.clear()
+                waiting, self._waiting, self._n_bytes = self._waiting, {}, 0
+                error = self._error
+            found = [
+                AnswerPiece(
+                    index=index,
+                    text="".join(one.texts),
+                    logprobs=tuple(one.logprobs),
+                    finish_reason=one.finish_reason,
+                )
+                for index, one in waiting.items()
+            ]
             if found:
                 if error is not None:
                     self._event.set()
@@ -108,7 +153,6 @@ class Job:
     finish_reason: str = ""
     is_over: bool = False
     is_cancelled: bool = False
-    n_logprobs: int = 0
     source: str = "memory"
     held: Run | None = None
     turn: Turn | None = None
@@ -126,6 +170,8 @@ class LlamaAnswer:
         self._jobs = jobs
         self._outbox = outbox
         self._cancel = cancel
+        self._queued_at_s = time.perf_counter()
+        outbox.on_unread = self.cancel
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """What is written, as it comes; see the contract."""
@@ -148,7 +194,12 @@ class LlamaAnswer:
             n_cached=n_cached,
             n_generated=sum(run.n_generated for run in runs),
             source=self._jobs[0].source if n_cached else "none",
+            queued_s=self._turn_s(runs) - self._queued_at_s,
         )
+
+    def _turn_s(self, runs: Sequence[Run]) -> float:
+        """When the first of its runs had its turn; now if none had."""
+        return min((run.started_s for run in runs if run.started_s), default=time.perf_counter())
 
     def cancel(self) -> None:
         """End it; nothing happens if it is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,20 +26,24 @@ class ServeOptions:
     """Limits and secrets of the HTTP side.
 
     ``keys`` maps names to API keys; without any the server is open. With ``isolate`` each key has cells and sessions of
-    its own. ``max_body_bytes`` holds for one request (4 MiB are about a million tokens of text). ``max_tokens`` is the
-    most that may be asked for each choice, and what is taken where nothing is said; None: as far as there is room.
-    ``max_concurrent_per_key`` requests of a key are under way at once (all clients together where there are no keys).
-    ``max_time_s`` is how long a request may take, from when it came. ``sampling`` holds the parameters of requests that
-    name none. ``model_alias`` are further names the model answers to. ``allowed_hosts`` are the host names, without
-    port, that clients may call the server by; none: any (bound elsewhere than to loopback, with keys).
+    its own. ``metrics_key`` names the only one that is told the metrics, which are of all keys together; None: all are,
+    with ``isolate`` none. ``max_body_bytes`` holds for one request (4 MiB are about a million tokens of text).
+    ``max_tokens`` is the most that may be asked for each choice, and what is taken where nothing is said; None: as far
+    as there is room. ``max_concurrent_per_key`` requests of a key are under way at once (all clients together where
+    there are no keys). One other machine has ``max_connections_per_address`` connections open at most, this one as many
+    as there may be. ``max_time_s`` is how long a request may take, from when it came. ``sampling`` holds the parameters
+    of requests that name none. ``model_alias`` are further names the model answers to. ``allowed_hosts`` are the host
+    names, without port, that clients may call the server by; none: any (bound elsewhere than to loopback, with keys).
     """
 
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     isolate: bool = False
+    metrics_key: str | None = None
     max_body_bytes: int = 4 << 20
     max_tokens: int | None = None
     max_choices: int = 16
     max_concurrent_per_key: int = 64
+    max_connections_per_address: int = 64
     max_time_s: float = 600.0
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.3))
     model_alias: tuple[str, ...] = ()
@@ -111,7 +116,7 @@ def _too_large(n_max: int) -> HttpError:
 def _parse(body: bytes) -> dict[str, object]:
     try:
         text = body.decode("utf-8")
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = _loads(text)
         if "\\ud" in text or "\\uD" in text:  # half a character: JSON has it, no text and no answer can
             json.dumps(values, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
@@ -125,5 +130,17 @@ def _parse(body: bytes) -> dict[str, object]:
     return values
 
 
+def _loads(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # CPython does not read such numbers, which would take it too long
+        n_max = sys.get_int_max_str_digits()
+        raise HttpError(
+            400, f"a number in the request's body has more than {n_max} digits", code="invalid_json"
+        ) from error
+
+
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    raise HttpError(400, f"the request's body is not JSON: {name} is not a JSON number", code="invalid_json")

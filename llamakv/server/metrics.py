@@ -54,6 +54,7 @@ class Metrics:
         self._first_s = self._histogram(
             "first_token_seconds", "From a request to the first piece of its answer", _SECONDS
         )
+        self._queue_s = self._histogram("queue_seconds", "From when a request was prepared to its turn", _SECONDS)
         self._speed = self._histogram("tokens_per_second", "Tokens of an answer after the first, a second", _SPEEDS)
 
     def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
@@ -62,6 +63,8 @@ class Metrics:
     def text_ended(self, pace: Pace) -> None:
         """Count the times of a request for text, however it ended."""
         self._whole_s.observe(perf_counter() - pace.began_s)
+        if pace.usage is not None:
+            self._queue_s.observe(pace.usage.queued_s)
         if pace.first_s is None or pace.ended_s is None:
             return
         self._first_s.observe(pace.first_s - pace.began_s)

@@ -24,12 +24,13 @@ def fingerprint(model: ServedModel) -> str:
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
-    """``cached_tokens`` were not read again; ``source`` says where they were."""
+    """``cached_tokens`` were not read again; ``source`` says where they were, ``queued_s`` how long it waited."""
     return {
         "prompt_tokens": usage.n_prompt,
         "completion_tokens": usage.n_generated,
         "total_tokens": usage.n_prompt + usage.n_generated,
         "prompt_tokens_details": {"cached_tokens": usage.n_cached, "source": usage.source},
+        "queued_s": round(usage.queued_s, 3),
     }
 
 

@@ -29,6 +29,11 @@ _N_BIASES_MAX = 1024
 _N_GRAMMAR_CHARACTERS_MAX = 1 << 16
 _N_TOP_LOGPROBS_MAX = 20
 _N_USER_CHARACTERS = 64
+N_TOLD_MAX = 50_000
+"""Tokens with their probabilities, chosen ones and others, that an answer tells at most if it is not streamed: it is
+put together all at once, which takes about 700 bytes for each, and a third of a second in which nobody else is told
+anything."""
+
 _N_COMPLETION_TOKENS = 16
 """What OpenAI writes at most where a completion does not say."""
 
@@ -116,11 +121,16 @@ def _read(
         raise refuse("max_tokens", f"'max_tokens' must be {options.max_tokens} at most, not {n_tokens}")
     default = min((n for n in (n_default, options.max_tokens) if n is not None), default=None)
     is_stream = fields.flag("stream")
+    n_choices = fields.integer("n", 1, options.max_choices) or 1
+    if n_top is not None and not is_stream:
+        n_told_most = N_TOLD_MAX // (n_choices * (n_top + 1))
+        _check_told(n_tokens, n_told_most, model, n_choices, n_top)
+        default = n_told_most if default is None else min(default, n_told_most)
     request = TextRequest(
         ask=Ask(
             prompt=prompt,
             sampling=_sampling(fields, model, options, default if n_tokens is None else n_tokens),
-            n_choices=fields.integer("n", 1, options.max_choices) or 1,
+            n_choices=n_choices,
             n_top_logprobs=n_top,
             space=space,
             session=fields.text("session", 200),
@@ -140,6 +150,16 @@ def _user(fields: Fields) -> str:
     """Whom the client asks for: only the beginning of a long name counts, and nothing is refused for it."""
     given = [fields.take(name) for name in ("safety_identifier", "user")]
     return next((one[:_N_USER_CHARACTERS] for one in given if isinstance(one, str) and one), "")
+
+
+def _check_told(n_tokens: int | None, n_most: int, model: ServedModel, n_choices: int, n_top: int) -> None:
+    n_tokens = None if n_tokens is None else min(n_tokens, model.n_ctx_max)
+    if n_tokens is not None and n_tokens > n_most:
+        raise refuse(
+            "max_tokens",
+            f"'n' {n_choices} with {n_tokens} tokens each, and {n_top} others told for each of them, are "
+            f"{n_choices * n_tokens * (n_top + 1)} log probabilities; without 'stream' {N_TOLD_MAX} are told at most",
+        )
 
 
 def _sampling(fields: Fields, model: ServedModel, options: ServeOptions, n_tokens: int | None) -> Sampling:

@@ -1,11 +1,10 @@
-"""Runs the HTTP side over a service: the socket, the loop, a graceful stop. The only user of uvicorn."""
+"""Runs the HTTP side over a service: the socket, the loop, a graceful stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 import time
@@ -16,23 +15,17 @@ from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llamakv.engine.contract import MemoryRequest
 from llamakv.errors import LlamakvError, NoRoomError, UsageError
 from llamakv.records import Adapter
 from llamakv.server.app import make_app
+from llamakv.server.connections import SEND_BUFFER_BYTES, Connection, connections, is_loopback
 from llamakv.server.contract import ServedModel, Service, ServiceCounts
 from llamakv.server.limits import LOOPBACK_HOSTS, ServeOptions
 
-N_CONNECTIONS_MAX = 400
-"""Connections open at the same time; a process may often have 1,024 files, and the store needs some too."""
-
 _BACKLOG = 128
 _HEADER_BYTES_MAX = 32 << 10
-_HEADER_TIME_S = 20.0
-"""How long a client may take from connecting, or from a request's first byte, to the end of its headers."""
-
 _KEEP_ALIVE_S = 30.0
 _FLUSH_TIME_S = 2
 """How long clients may take to read the rest of their answers once everything is saved."""
@@ -156,7 +149,8 @@ def run_server(
     options = replace(options, allowed_hosts=(*LOOPBACK_HOSTS, shown) if is_local else ())
     with contextlib.closing(_bind(*address, host=host)) as listener:
         service = make_service()
-        server = _Server(make_app(service, options), service, grace_s=grace_s, should_stop=should_stop)
+        connection = connections(n_max_per_address=options.max_connections_per_address)
+        server = _Server(make_app(service, options), service, connection, grace_s=grace_s, should_stop=should_stop)
         bound = listener.getsockname()
         server.ready = lambda: on_ready(
             Ready(
@@ -177,11 +171,6 @@ def run_server(
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only programs on this machine can reach an IP address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 # ---------------------------------------------------------------- the socket
 
 
@@ -198,6 +187,7 @@ def _bind(family: socket.AddressFamily, address: tuple[str, int], *, host: str) 
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not if another one listens there
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections have it from here
         listener.bind(address)
     except PermissionError as error:
         listener.close()
@@ -227,12 +217,20 @@ class _Server(uvicorn.Server):
     """Uvicorn without signal handlers of its own, that stops the service before it stops listening: until everything
     is saved, clients are told so instead of finding nobody."""
 
-    def __init__(self, app: Starlette, service: Service, *, grace_s: float, should_stop: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        service: Service,
+        connection: type[Connection],
+        *,
+        grace_s: float,
+        should_stop: Callable[[], int],
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=_Connection,
+                http=connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -288,52 +286,6 @@ class _Server(uvicorn.Server):
 
     def _stop(self, timeout_s: float) -> None:
         self._stops.append(asyncio.get_running_loop().create_task(self._service.stop(timeout_s)))
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed if its headers do not come in time, or if there are too many."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > N_CONNECTIONS_MAX:
-            transport.abort()
-        else:
-            self._set_deadline()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._is_idle():
-            self._clear_deadline()
-        elif self._deadline is None:
-            self._set_deadline()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # begun with a good head: what is said of it now would come after this, and fail
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        super().send_400_response(msg)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
-        super().connection_lost(exc)
-
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(_HEADER_TIME_S, self._give_up)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        if self._is_idle():
-            self.transport.close()
 
 
 @contextlib.contextmanager

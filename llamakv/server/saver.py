@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -52,10 +52,10 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What was saved and lost, since the beginning."""
+    """What was saved and lost of a space, since the beginning."""
 
     n_saves: int = 0
-    n_failures: int = 0
+    n_save_failures: int = 0
     n_dropped: int = 0
 
 
@@ -121,7 +121,7 @@ class Saver:
         self._tasks: deque[Callable[[], None]] = deque()
         self._is_hurried = self._is_ending = self._is_over = False
         self._lately: deque[SessionInfo] = deque(maxlen=_N_LATELY)
-        self.tally = Tally()
+        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)  # by space
         self.visitors = Visitors(scheduler.is_held)
         self._thread = threading.Thread(target=self._work, name="llamakv-saver", daemon=True)
         self._thread.start()
@@ -252,7 +252,7 @@ class Saver:
             with self._conversations.lock:
                 if one.run is not run or one.is_saving or one.is_gone:
                     continue
-                self.tally.n_dropped += 1
+                self.tallies[one.space].n_dropped += 1
                 one.run, one.is_let_go = None, False
                 self._conversations.rest(one)
         for run in self.visitors.due():
@@ -328,7 +328,7 @@ class Saver:
             one.n_stored_bytes = saved.info.n_stored_bytes
             one.changed_s = changed_s(saved.info.path)
             one.n_settled = len(one.tokens) - 1
-        self.tally.n_saves += 1
+        self.tallies[one.space].n_saves += 1
         if not one.is_gone:
             self._scheduler.let_go(run)
             one.is_let_go = True
@@ -379,7 +379,7 @@ class Saver:
 
     def _note_failure(self, one: Conversation, error: LlamakvError) -> None:
         if not one.failed_s:
-            self.tally.n_failures += 1
+            self.tallies[one.space].n_save_failures += 1
         one.failed_s = time.time()
         self._say(error.code, f"session '{one.name}' could not be saved: {error.message}")
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING
 from llamakv.engine.contract import Scheduler
 from llamakv.engine.llamacpp.dry_run import LlamaEstimator
 from llamakv.engine.memory import TokenMemory
-from llamakv.errors import EngineError, LlamakvError
+from llamakv.errors import EngineError, LlamakvError, WriteError
 from llamakv.ops.budget import Budget
 from llamakv.ops.copying import Within
 from llamakv.ops.matching import FoundModel, stamp_of
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.process_memory import available_bytes
 from llamakv.ops.requests import ModelRequest, Reporter, ResumeOptions
-from llamakv.server.answers import Answers, in_thread
+from llamakv.server.answers import Answers, Sums, in_thread
 from llamakv.server.contract import Ask, ServedModel, ServiceCounts, SessionLine
 from llamakv.server.conversations import Conversations
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders
 from llamakv.server.jobs import LlamaAnswer
 from llamakv.server.loader import Loader
-from llamakv.server.saver import Saver
-from llamakv.server.sessions import Sessions
+from llamakv.server.saver import Saver, Tally
+from llamakv.server.sessions import Sessions, n_distinct_cells
 from llamakv.server.sizes import Room, choose_room, n_cells_first
+from llamakv.store.files import check_folder
 
 if TYPE_CHECKING:
     from llamakv.server.run import ServeRequest
@@ -47,6 +48,8 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
     Raises:
         LlamakvError: the model cannot be used, or a session that is to be warm; nothing is left open.
     """
+    if request.store is not None:
+        _warn_if_unwritable(request.store, reporter)
     sizes = _token_memory(request)
     found = FoundModel(
         path=request.model_path,
@@ -97,12 +100,27 @@ def open_service(request: ServeRequest, reporter: Reporter, *, save_delay_s: flo
         raise
 
 
+def _warn_if_unwritable(store: Path, reporter: Reporter) -> None:
+    """Say at the start what else the first save would: the folder, or what it would be made in, cannot be written."""
+    try:
+        check_folder(next(folder for folder in (store, *store.absolute().parents) if folder.exists()))
+    except WriteError as error:
+        reporter.warning(
+            f"{error.message}: conversations stay in memory while there is room, and are lost after that or at the end"
+        )
+
+
 def _token_memory(request: ServeRequest) -> TokenMemory:
     try:
         with LlamaEstimator(request.model_path, on_log=request.on_log) as dry:
             return dry.per_token(request.memory)
     except EngineError:  # opening the model says what is wrong with it
         return TokenMemory(kv_bytes_per_token=0, recurrent_bytes_per_sequence=0)
+
+
+def _added(parts: Sequence[Sums] | Sequence[Tally], nothing: Sums | Tally) -> dict[str, int]:
+    """The sums of all spaces, by name."""
+    return {name: sum(getattr(one, name) for one in parts) for name in asdict(nothing)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,7 +249,9 @@ class LlamaService:
     @property
     def counts(self) -> ServiceCounts:
         """Where it stands."""
-        counts, tally, sums = self._engine.counts, self._saver.tally, self._answers.sums
+        counts = self._engine.counts
+        sums = _added(list(self._answers.sums.values()), Sums())
+        sums |= _added(list(self._saver.tallies.values()), Tally())
         return ServiceCounts(
             n_active=counts.n_active,
             n_waiting=max(self._answers.queue.n_outstanding - counts.n_active, 0),
@@ -241,14 +261,27 @@ class LlamaService:
             n_cells_max=counts.n_cells_max,
             n_ctx=self._engine.n_ctx,
             n_sequences_max=self._room.n_sequences,
-            n_prompt_tokens=sums.n_prompt_tokens,
-            n_reused_memory=sums.n_reused_memory,
-            n_reused_store=sums.n_reused_store,
-            n_evaluated=sums.n_evaluated,
-            n_generated=sums.n_generated,
-            n_saves=tally.n_saves,
-            n_save_failures=tally.n_failures,
-            n_dropped=tally.n_dropped,
+            **sums,
+        )
+
+    async def counts_of(self, space: str) -> ServiceCounts:
+        """Where a space stands; see the contract."""
+        if not space:
+            return self.counts
+        return await in_thread(self._answers.preparing, partial(self._counts_of, space))
+
+    def _counts_of(self, space: str) -> ServiceCounts:
+        live = self._conversations.live(space)
+        runs = [job.run for job, _ in self._answers.under_way(space) if job.run is not None and not job.is_waiting]
+        sums, tally = self._answers.sums.get(space, Sums()), self._saver.tallies.get(space, Tally())
+        return replace(
+            self.counts,
+            n_active=len(runs),
+            n_live=len(live),
+            n_cells=n_distinct_cells(live) + sum(len(run.tokens) - 1 - run.n_reused for run in runs),
+            n_cells_pinned=sum(one.n_tokens - 1 for one in live if one.is_pinned),
+            **asdict(sums),
+            **asdict(tally),
         )
 
     # ------------------------------------------------------------ requests

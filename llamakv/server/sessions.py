@@ -249,6 +249,13 @@ def shared_cells(live: Sequence[Conversation]) -> dict[Conversation, int]:
     return shared
 
 
+def n_distinct_cells(live: Sequence[Conversation]) -> int:
+    """How many cells conversations in memory have, shared ones counted once."""
+    ordered = sorted(one.tokens[:-1] for one in live)
+    n_shared = sum(n_common(one, other) for one, other in itertools.pairwise(ordered))
+    return sum(map(len, ordered)) - n_shared
+
+
 def line_of(one: Conversation, *, n_shared: int, is_active: bool) -> SessionLine:
     """A conversation as it is told."""
     return SessionLine(

@@ -108,18 +108,20 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
     keys.chmod(0o600)
     ran = run(
         "serve", "-m", model, "--host", "::1", "--port", "0", "--api-key-file", keys, "--isolate", "--alias", "gpt",
+        "--metrics-key", "ann",
         "--grace", "2.5", "--parallel", "4", "-c", "512", "--cells", "2048", "--prefix-share", "0.25",
-        "--max-queue", "0", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99", "--warm", "rules",
-        "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d", "--type-k", "q8_0",
-        "--flash-attn", "on", "-t", "1",
+        "--max-queue", "0", "--max-connections", "7", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99",
+        "--warm", "rules", "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d",
+        "--type-k", "q8_0", "--flash-attn", "on", "-t", "1",
     )  # fmt: skip
     assert (ran.status, ran.err.count("warning")) == (0, 0)
     assert asked.where == ("::1", 0, 2.5)
     options = asked.options
     assert options is not None
     assert options.keys == {"ann": "0123456789abcdef0", "key 2": "fedcba98765432100"}
-    assert (options.isolate, options.model_alias, options.max_time_s) == (True, ("gpt",), 120.0)
-    assert (options.max_body_bytes, options.max_tokens) == (1 << 20, 99)
+    assert (options.isolate, options.metrics_key, options.model_alias) == (True, "ann", ("gpt",))
+    assert options.max_time_s == 120.0
+    assert (options.max_body_bytes, options.max_tokens, options.max_connections_per_address) == (1 << 20, 99, 7)
     request = asked.request
     assert request is not None
     assert (request.n_ctx, request.n_cells, request.n_sequences, request.n_waiting_max) == (512, 2048, 4, 0)
@@ -149,6 +151,7 @@ def test_nothing_is_stored_without_a_store(asked: Asked, run: Callable[..., Ran]
         (("--no-store", "--store", "x"), "--store needs a store, and --no-store means none"),
         (("--no-store", "--warm", "x"), "--warm needs a store, and --no-store means none"),
         (("--isolate",), "--isolate keeps API keys apart, and there are none"),
+        (("--metrics-key", "ann"), "no API key is called 'ann', there are: none"),
         (("--port", "65536"), "65536 is more than 65535"),
         (("--parallel", "0"), "0 is less than 1"),
         (("--prefix-share", "1.5"), "1.5 is more than 1"),

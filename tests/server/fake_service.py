@@ -38,7 +38,7 @@ def say(*texts: str, index: int = 0, finish: str = "stop") -> list[AnswerPiece]:
 class FakeAnswer:
     def __init__(self, steps: Sequence[Step]) -> None:
         self._steps = steps
-        self.usage = Usage(n_prompt=12, n_cached=8, n_generated=0, source="memory")
+        self.usage = Usage(n_prompt=12, n_cached=8, n_generated=0, source="memory", queued_s=1.23456)
         self.n_said = 0
         self.was_cancelled = False
         self.was_left = False
@@ -85,6 +85,9 @@ class FakeService:
         self.asks.append(ask)
         self.answers.append(FakeAnswer(self.script(ask)))
         return self.answers[-1]
+
+    async def counts_of(self, space: str) -> ServiceCounts:
+        return replace(self.counts, n_generated=len(space)) if space else self.counts
 
     async def sessions(self, space: str) -> Sequence[SessionLine]:
         self.done.append(("sessions", space))

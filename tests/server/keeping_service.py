@@ -91,7 +91,7 @@ class KeepingService(FakeService):
         self.lines[name] = line(name, n_cells_live=50, is_active=True, first_text=first)
         self.asks.append(ask)
         self.answers.append(KeepingAnswer(self, name, self.script(ask)))
-        self.answers[-1].usage = Usage(n_prompt=1100, n_cached=1024, n_generated=0, source="memory")
+        self.answers[-1].usage = Usage(n_prompt=1100, n_cached=1024, n_generated=0, source="memory", queued_s=3.2)
         return self.answers[-1]
 
     async def sessions(self, space: str) -> Sequence[SessionLine]:

@@ -65,6 +65,29 @@ def test_sessions_are_seen_in_the_keys_own_space(connect, service: FakeService) 
     assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
 
 
+def test_the_page_is_told_the_counts_of_the_keys_own_space(connect) -> None:
+    counts = [
+        connect(keys=KEYS, isolate=isolate)
+        .get("/v1/live", headers=bearer("key-of-ada"))
+        .json()["counts"]["n_generated"]
+        for isolate in (False, True)
+    ]
+    assert counts == [77, 32]  # those of all, and the fake's for any space
+
+
+@pytest.mark.parametrize(
+    ("options", "statuses"),
+    [({}, [200, 200]), ({"isolate": True}, [403, 403]), ({"isolate": True, "metrics_key": "bob"}, [403, 200]),
+     ({"metrics_key": "ada"}, [200, 403])],
+)  # fmt: skip
+def test_metrics_are_told_to_whom_they_are_for(connect, options: dict[str, object], statuses: list[int]) -> None:
+    client = connect(keys=KEYS, **options)
+    answers = [client.get("/metrics", headers=bearer(key)) for key in KEYS.values()]
+    assert [answer.status_code for answer in answers] == statuses
+    for answer in answers:
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "metrics_not_allowed"
+
+
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8080", "localhost.evil.example", "", "127.0.0.1.nip.io"]
 )

@@ -113,6 +113,19 @@ def test_places_are_given_back_after_failures(connect, service: FakeService) -> 
     assert client.post(PATH, json=CHAT).status_code == 200
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "-" + "1" * 4301])
+def test_a_number_of_thousands_of_digits_is_refused_in_our_words(client: TestClient, number: str) -> None:
+    answer = client.post(PATH, content=f'{{"messages": [], "max_tokens": {number}}}')
+    told = answer.json()["error"]
+    assert (answer.status_code, told["code"]) == (400, "invalid_json")
+    assert told["message"] == "a number in the request's body has more than 4300 digits"
+
+
+def test_what_is_no_json_number_is_refused_by_its_name(client: TestClient) -> None:
+    answer = client.post(PATH, content='{"temperature": NaN}')
+    assert answer.json()["error"]["message"] == "the request's body is not JSON: NaN is not a JSON number"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [("GET", "/nothing", 404, "unknown_url"), ("GET", PATH, 405, "method_not_allowed"),

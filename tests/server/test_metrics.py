@@ -58,6 +58,15 @@ def test_times_are_counted_once_for_each_request_for_text(client: TestClient) ->
     assert told["llamakv_request_seconds_count", ()] == 2
     assert told["llamakv_first_token_seconds_count", ()] == 2
     assert told["llamakv_tokens_per_second_count", ()] == 2
+    assert told["llamakv_queue_seconds_count", ()] == 2
+    assert told["llamakv_queue_seconds_sum", ()] == 2 * 1.23456
+    assert (told["llamakv_queue_seconds_bucket", ("1.0",)], told["llamakv_queue_seconds_bucket", ("2.5",)]) == (0, 2)
+
+
+def test_a_request_that_was_not_queued_is_no_time_in_the_queue(client: TestClient, service: FakeService) -> None:
+    service.refuse_with = BusyError("full")
+    client.post("/v1/chat/completions", json=CHAT)
+    assert read(client)["llamakv_queue_seconds_count", ()] == 0
 
 
 def test_applications_count_apart(connect) -> None:

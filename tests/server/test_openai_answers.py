@@ -29,6 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 USAGE = {
     "prompt_tokens": 12, "completion_tokens": 2, "total_tokens": 14,
     "prompt_tokens_details": {"cached_tokens": 8, "source": "memory"},
+    "queued_s": 1.235,
 }  # fmt: skip
 
 

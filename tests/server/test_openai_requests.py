@@ -221,3 +221,35 @@ def test_whole_characters_written_as_escapes_are_taken(client: TestClient, servi
     assert "\\ud83d" in body
     assert client.post("/v1/chat/completions", content=body).status_code == 200
     assert service.asks[0].prompt[0].content == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_asked", "n_told"),
+    [({"n": 16, "max_tokens": 149, "top_logprobs": 20}, 149, 50_064),
+     ({"max_tokens": 4000, "top_logprobs": 12}, 4000, 52_000),
+     ({"n": 2, "max_completion_tokens": 10**6, "top_logprobs": 20}, 4096, 172_032)],
+)  # fmt: skip
+def test_more_log_probabilities_than_can_be_told_at_once_are_refused(
+    client: TestClient, service: FakeService, fields, n_asked: int, n_told: int
+) -> None:
+    answer = post(client, logprobs=True, **fields)
+    told = answer.json()["error"]
+    assert (answer.status_code, told["param"]) == (400, "max_tokens")
+    n, n_top = fields.get("n", 1), fields["top_logprobs"]
+    assert told["message"] == (
+        f"'n' {n} with {n_asked} tokens each, and {n_top} others told for each of them, are {n_told} log "
+        "probabilities; without 'stream' 50000 are told at most"
+    )
+    assert post(client, logprobs=True, stream=True, **fields).status_code == 200
+    assert post(client, **{**fields, "top_logprobs": None}).status_code == 200
+    assert len(service.asks) == 2
+
+
+def test_what_can_be_told_at_once_is_the_limit_where_none_is_named(connect, service: FakeService) -> None:
+    client = connect()
+    many = {"logprobs": True, "top_logprobs": 20, "n": 16}
+    assert post(client, **many).status_code == 200
+    assert post(client, **many, max_tokens=148).status_code == 200
+    assert post(client, **many, stream=True).status_code == 200
+    assert post(connect(max_tokens=9), **many).status_code == 200
+    assert [ask.sampling.max_tokens for ask in service.asks] == [148, 148, None, 9]

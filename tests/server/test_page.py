@@ -35,7 +35,7 @@ Browser = Any
 
 
 def test_the_page_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 25_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 26_000
     assert sorted(path.name for path in PAGE.iterdir()) == ["app.js", "index.html", "style.css"]
 
 
@@ -171,7 +171,9 @@ def test_a_message_is_answered_as_it_is_written_and_what_it_took_is_told(page: P
     page.becomes("#log article > div", "Be brief.", "two\nlines", "Good day.")
     facts = page.until(lambda: page.texts(".facts"), lambda found: found != [""])[0]
     assert re.fullmatch(
-        r"1,024 of 1,100 tokens were cached \(memory\) · [\d.]+ s to first token · [\d,]+ tokens/s", facts
+        r"1,024 of 1,100 tokens were cached \(memory\) · waited 3\.2 s for its turn · "
+        r"[\d.]+ s to first token · [\d,]+ tokens/s",
+        facts,
     )
     ask = service.asks[0]
     assert [(message.role, message.content) for message in ask.prompt] == [  # type: ignore[union-attr]
@@ -205,6 +207,30 @@ def test_nothing_that_is_said_becomes_html(page: Page, service: KeepingService) 
     assert page.all("img, #log b") == []
     assert page.browser.title == f"{HTML} · llamakv"
     assert page.complaints() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("finish", "told"),
+    [("stop", None), ("length", "the limit of tokens"), ("context", "the end of the context"),
+     ("timeout", "the limit of time"), ("interrupted", "the server, which stops")],
+)  # fmt: skip
+def test_how_an_answer_ended_is_told_in_words(page: Page, service: KeepingService, finish: str, told: str) -> None:
+    service.script = lambda ask: say("Good ", "day.", finish=finish)
+    page.type("hello", "\n")
+    facts = page.until(lambda: page.texts(".facts"), lambda found: found not in ([], [""]))[0]
+    assert (facts.partition("ended by ")[2] or None) == told
+
+
+@pytest.mark.slow
+def test_of_many_conversations_the_last_ones_are_listed_and_the_others_counted(
+    page: Page, service: KeepingService
+) -> None:
+    service.lines = {f"talk-{n}": line(f"talk-{n}") for n in range(1234)}
+    page.becomes("#more", "and 1,034 more, used longer ago")
+    assert page.texts("#sessions b") == [f"talk-{n}" for n in range(200)]
+    service.lines = {f"talk-{n}": line(f"talk-{n}") for n in range(200)}
+    assert page.hides("#more")
 
 
 @pytest.mark.slow

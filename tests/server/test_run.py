@@ -1,4 +1,4 @@
-"""Running the server: who can reach it, what happens when it is stopped, and clients that hold on to connections."""
+"""Running the server: who can reach it, and what happens when it is stopped."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from llamakv.errors import EngineError, UsageError, WriteError
-from llamakv.server import run as run_module
 from llamakv.server.app import make_app
 from llamakv.server.contract import AnswerPiece
 from llamakv.server.limits import ServeOptions
-from llamakv.server.run import AddressInUseError, Ready, Served, is_loopback, run_server
+from llamakv.server.run import AddressInUseError, Ready, Served, run_server
 from tests.server.fake_service import FOREVER, say
-from tests.server.keeping_service import KeepingService, line, serving
+from tests.server.keeping_service import KeepingService, serving
 
 PATIENCE_S = 30.0
 
@@ -117,16 +116,6 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 # ---------------------------------------------------------------- the address
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "::1%lo"])
-def test_loopback_addresses_are_known(address: str) -> None:
-    assert is_loopback(address) is True
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.5", "10.0.0.1", "fe80::1%eth0"])
-def test_addresses_that_others_reach_are_known(address: str) -> None:
-    assert is_loopback(address) is False
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
@@ -265,59 +254,6 @@ def test_logging_is_left_as_it_was() -> None:
     before = [(one.level, one.propagate, list(one.handlers)) for one in loggers]
     serve(KeepingService, "127.0.0.1")
     assert [(one.level, one.propagate, list(one.handlers)) for one in loggers] == before
-
-
-# ---------------------------------------------------------------- connections
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
-def test_a_client_that_never_sends_its_headers_is_dropped(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_HEADER_TIME_S", 0.05)
-    with serving(KeepingService()) as url, _connected(url) as client:
-        client.sendall(sent)
-        assert client.recv(100) == b""
-
-
-def test_a_slow_answer_is_not_dropped_with_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_HEADER_TIME_S", 0.05)
-    service = KeepingService()
-    service.script = lambda _: [0.3, *say("late")]
-    told: list[object] = []
-    with serving(service) as url:
-        ask(url, told).join()
-    assert told == [("late", "stop")]
-
-
-def test_headers_without_end_are_refused() -> None:
-    with serving(KeepingService()) as url, _connected(url) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (40 << 10))
-        assert client.recv(12) == b"HTTP/1.1 400"
-
-
-def test_too_many_connections_are_dropped_and_those_there_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "N_CONNECTIONS_MAX", 2)
-    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving(KeepingService(line("plan"))) as url, _connected(url) as one, _connected(url) as two:
-        for client in (one, two):
-            client.sendall(request)
-            assert client.recv(15) == b"HTTP/1.1 200 OK"
-        with _connected(url) as third:
-            assert _is_dropped(third)
-        one.sendall(request)
-        assert one.recv(1) != b""
-
-
-@contextmanager
-def _connected(url: str) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=PATIENCE_S) as client:
-        yield client
-
-
-def _is_dropped(client: socket.socket) -> bool:
-    try:
-        return client.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def test_a_server_whose_engine_failed_ends_by_itself_with_that_error() -> None:

@@ -12,11 +12,13 @@ import pytest
 from llamakv.engine.text import join
 from llamakv.errors import BusyError, EngineError, NoRoomError, UsageError
 from llamakv.records import Sampling
+from llamakv.server import jobs
 from llamakv.server.contract import Ask
+from llamakv.server.jobs import UnreadError
 from llamakv.server.service import LlamaService
 from tests.ops.driver import GREEDY as GREEDY_OPTIONS
 from tests.ops.driver import Driver
-from tests.server.service_driver import AT_ONCE_S, GREEDY, LONG, Heard, answer_to, chat, open_for, said
+from tests.server.service_driver import AT_ONCE_S, ENDLESS, GREEDY, LONG, Heard, answer_to, chat, open_for, said
 
 
 def run(service: LlamaService, act: Callable[[LlamaService], Awaitable[None]]) -> None:
@@ -214,6 +216,62 @@ def test_pieces_nobody_reads_are_joined(model_path: Path) -> None:
         run(service, act)
 
 
+def test_probabilities_that_were_told_are_not_held_any_longer(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        answer = await service.ask(chat("hello there", sampling=GREEDY, n_top_logprobs=20))
+        one = await said(answer)
+        assert sum(len(piece.logprobs) for piece in one.pieces) == 8
+        assert [len(job.run.logprobs) for job in answer._jobs if job.run is not None] == [0]
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_an_answer_of_which_too_much_waits_is_ended_and_frees_its_cells(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "WAITING_BYTES_MAX", 50_000)
+
+    async def act(service: LlamaService) -> None:
+        slow = await service.ask(chat("hello there", sampling=ENDLESS, n_choices=2, n_top_logprobs=20))
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        assert service.counts.n_cells == 0
+        assert 12 <= service.counts.n_generated < 200
+        with pytest.raises(UnreadError, match="bytes of the answer were not read, 50000 may wait"):
+            await said(slow)
+        assert (await answer_to(service, chat("hello there"))).finish == "length"
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
+def test_counts_of_a_space_say_nothing_of_the_others(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        before = await service.counts_of("bob")
+        one = await answer_to(service, chat("hello there", space="ada"))
+        two = await answer_to(service, chat("another", space="ada"))
+        endless = await service.ask(chat("one more", space="ada", sampling=ENDLESS))
+        async for _ in endless.pieces():
+            others = await service.counts_of("bob")
+            assert replace(others, n_ctx=0) == replace(before, n_ctx=0)
+            assert (await service.counts_of("ada")).n_active == 1
+            break
+        endless.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        own, of_all = await service.counts_of("ada"), service.counts
+        three = await answer_to(service, chat("hello there", space="bob"))
+        bob = await service.counts_of("bob")
+        assert (own.n_live, own.n_cells) == (of_all.n_live, of_all.n_cells)
+        assert own.n_cells < one.usage.n_prompt + two.usage.n_prompt  # shared ones count once
+        assert (bob.n_prompt_tokens, bob.n_generated, bob.n_live) == (three.usage.n_prompt, 8, 1)
+        assert bob.n_cells == three.usage.n_prompt + 7
+        assert service.counts.n_generated == own.n_generated + 8
+        assert await service.counts_of("") == service.counts
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
 # ---------------------------------------------------------------- how answers end
 
 
@@ -246,6 +304,24 @@ def test_an_answer_that_waits_can_be_cancelled(model_path: Path) -> None:
         first.cancel()
         await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
         assert service.counts.n_cells == 0
+
+    with open_for(model_path, None, n_sequences=2) as service:
+        run(service, act)
+
+
+def test_the_time_in_the_queue_is_told_and_ends_with_it(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        first = await service.ask(chat("one", sampling=ENDLESS))
+        waiting = await service.ask(chat("another"))
+        while waiting.usage.queued_s < 0.05:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        async for _ in waiting.pieces():
+            break
+        queued_s = waiting.usage.queued_s
+        assert queued_s >= 0.05
+        await asyncio.sleep(0.01)
+        assert waiting.usage.queued_s == queued_s
 
     with open_for(model_path, None, n_sequences=2) as service:
         run(service, act)

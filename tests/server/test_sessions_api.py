@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from starlette.testclient import TestClient
 
 from llamakv.errors import ExistsError, LockedError, MismatchError, NotFoundError, WriteError
+from llamakv.server.contract import SessionLine
 from tests.server.fake_service import COUNTS, LINE, FakeService
 
 TOLD = {"object": "session", **asdict(LINE)}
@@ -80,4 +81,19 @@ def test_a_session_that_is_not_there_is_a_404_without_the_stores_place(client: T
 def test_what_the_page_shows_comes_in_one_answer(client: TestClient) -> None:
     told = client.get("/v1/live").json()
     assert (told["ready"], told["counts"], told["sessions"]) == (True, asdict(COUNTS), [TOLD])
-    assert told["model"]["name"] == "tiny"
+    assert (told["n_sessions"], told["model"]["name"]) == (1, "tiny")
+
+
+def test_the_page_is_told_of_the_conversations_used_last_and_how_many_there_are(
+    client: TestClient, service: FakeService
+) -> None:
+    lines = [replace(LINE, name=f"talk-{n}") for n in range(1234)]
+
+    async def sessions(space: str) -> list[SessionLine]:
+        return lines
+
+    service.sessions = sessions  # type: ignore[method-assign]
+    told = client.get("/v1/live").json()
+    assert [one["name"] for one in told["sessions"]] == [f"talk-{n}" for n in range(200)]
+    assert told["n_sessions"] == 1234
+    assert len(client.get("/v1/sessions").json()["data"]) == 1234

@@ -193,6 +193,35 @@ def test_a_failed_save_is_counted_told_once_and_harms_no_answer(
     assert "no space left on device" in heard.warnings[0]
 
 
+@pytest.mark.parametrize("place", ["store", "store/below/it"])
+def test_a_store_that_cannot_be_written_is_told_at_the_start(
+    model_path: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    (tmp_path / "store").mkdir()
+    checked: list[Path] = []
+
+    def refuse(folder: Path) -> None:
+        checked.append(folder)
+        raise WriteError(f"cannot write '{folder}': read-only file system")
+
+    monkeypatch.setattr("llamakv.server.service.check_folder", refuse)
+    with open_for(model_path, tmp_path / place, heard):
+        assert checked == [tmp_path / "store"]
+        assert heard.warnings == [
+            f"cannot write '{tmp_path / 'store'}': read-only file system: conversations stay in memory while there is "
+            "room, and are lost after that or at the end"
+        ]
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_store_that_can_be_written_or_made_is_no_matter(model_path: Path, tmp_path: Path) -> None:
+    heard = Heard()
+    with open_for(model_path, tmp_path / "new" / "store", heard):
+        assert heard.warnings == []
+    assert list(tmp_path.glob("new*")) == []
+
+
 def test_a_session_that_is_damaged_is_read_again(model_path: Path, store: Path) -> None:
     async def before(service: LlamaService) -> None:
         await answer_to(service, chat("hello there", session="notes"))

@@ -123,6 +123,11 @@ class LlamaRun:
         self._held.clear()
         return text
 
+    def take_logprobs(self) -> Sequence[TokenLogprob]:
+        """The logarithms of probability that came since this was last asked."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
+
     # ------------------------------------------------------------ the scheduler's
 
     def begin(self, vocab: Pointer, n_vocab: int, token_bytes: Callable[[int], bytes]) -> None:

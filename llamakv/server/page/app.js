@@ -216,6 +216,11 @@ async function receive(one, answer, signal) {
   answer.facts = factsOf(usage, finish, first && (first - sent) / 1000, (last - first) / 1000);
 }
 
+const ENDS = {
+  length: "the limit of tokens", context: "the end of the context", timeout: "the limit of time",
+  interrupted: "the server, which stops",
+};
+
 /** What an answer took, in words. */
 function factsOf(usage, finish, first_s, rest_s) {
   const parts = [];
@@ -224,11 +229,12 @@ function factsOf(usage, finish, first_s, rest_s) {
     const where = n && source !== "none" ? ` (${source})` : "";
     parts.push(`${number(n)} of ${number(usage.prompt_tokens)} tokens were cached${where}`);
   }
+  if (usage?.queued_s >= 0.1) parts.push(`waited ${usage.queued_s.toFixed(1)} s for its turn`);
   if (first_s) parts.push(`${first_s.toFixed(first_s < 0.095 ? 2 : 1)} s to first token`);
   if (usage?.completion_tokens > 1 && rest_s > 0) {
     parts.push(`${number(Math.round((usage.completion_tokens - 1) / rest_s))} tokens/s`);
   }
-  if (finish && finish !== "stop") parts.push(`ended by ${{ length: "the limit of tokens" }[finish] ?? finish}`);
+  if (finish && finish !== "stop") parts.push(`ended by ${ENDS[finish] ?? finish}`);
   return parts.join(" · ");
 }
 
@@ -292,7 +298,7 @@ function fill(line, session) {
   line.pin.textContent = session.is_pinned ? "unpin" : "pin";
 }
 
-function showSessions(sessions) {
+function showSessions(sessions, n_sessions) {
   const names = new Set(sessions.map((session) => session.name));
   for (const [name, line] of lines) {
     if (names.has(name)) continue;
@@ -307,6 +313,8 @@ function showSessions(sessions) {
     if (there !== line.box) at("sessions").insertBefore(line.box, there ?? null);
   });
   at("none").hidden = sessions.length > 0;
+  at("more").hidden = n_sessions === sessions.length;
+  at("more").textContent = `and ${number(n_sessions - sessions.length)} more, used longer ago`;
   showName();
 }
 
@@ -406,7 +414,7 @@ async function look() {
     live = await call("GET", "v1/live");
     n_failed = 0;
     showLive(live.counts, live.model);
-    showSessions(live.sessions);
+    showSessions(live.sessions, live.n_sessions);
   } catch (error) {
     seen = null;
     if (error.status === 401) return; // goes on when there is a key
