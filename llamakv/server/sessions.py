@@ -175,9 +175,11 @@ class Sessions:
             most = n_to_pin(n_cells_max, self._prefix_share)
             n_most = max(n_to_pin(self._room.n_pinned, self._prefix_share), 1)
             if n_cells > most or len(others) + 1 > n_most:
+                wanted = f"{len(others) + 1} pinned sessions would take {n_cells} cells"
+                if space:  # what other keys have is not told
+                    wanted = f"{one.n_tokens - 1} cells more cannot be pinned beside those that are"
                 raise NoRoomError(
-                    f"{len(others) + 1} pinned sessions would take {n_cells} cells; {most} of "
-                    f"{n_cells_max} cells and {n_most} sequences may be pinned",
+                    f"{wanted}; {most} of {n_cells_max} cells and {n_most} sequences may be pinned",
                     hint="unpin another one, or start the server with a larger --prefix-share or --cells",
                 )
             if one.run is None:

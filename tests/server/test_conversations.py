@@ -231,6 +231,21 @@ def test_pins_are_limited_and_stay(model_path: Path, store: Path) -> None:
         run(service, act)
 
 
+def test_a_pin_that_is_refused_tells_a_space_nothing_of_what_others_pinned(model_path: Path, store: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        for space in ("ada", "bob"):
+            await answer_to(service, chat("hello there", session="notes", space=space))
+        line = await service.pin("notes", "ada", pinned=True)
+        with pytest.raises(NoRoomError) as refused:
+            await service.pin("notes", "bob", pinned=True)
+        n_cells = line.n_tokens - 1
+        assert refused.value.message.startswith(f"{n_cells} cells more cannot be pinned beside those that are; 512 of")
+        assert str(2 * n_cells) not in refused.value.message
+
+    with open_for(model_path, store, n_cells=1024) as service:
+        run(service, act)
+
+
 def test_a_pin_goes_with_the_conversation(model_path: Path, store: Path) -> None:
     async def act(service: LlamaService) -> None:
         one = await answer_to(service, chat("hello there", session="notes"))

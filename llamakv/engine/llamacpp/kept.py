@@ -82,6 +82,11 @@ class KeptRuns:
     def __len__(self) -> int:
         return len(self._runs)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are any for others to begin with. From any thread."""
+        return any(run.is_copy for run in list(self._runs))
+
     def add(self, run: LlamaRun) -> None:
         """Keep a run that is over."""
         self._runs[run] = None

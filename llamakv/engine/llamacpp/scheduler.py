@@ -176,7 +176,7 @@ class LlamaScheduler(RunsKept):
 
     def release_copies(self, idle_s: float) -> None:
         """Free the copies that nobody needs; see the contract."""
-        if any(run.is_copy for run in self._kept):  # else it need not wait for a step
+        if self._kept.has_copies:  # else it need not wait for a step
             with self.lock:
                 self._places.release_unneeded(self.admission.waiting, idle_s=idle_s)
 

@@ -74,6 +74,13 @@ def test_none_are_told_unless_asked_for_and_zero_tells_the_chosen_token_only(den
         scheduler.submit(ask(tokens_of(dense, 4), n_top=-1))
 
 
+def test_those_that_were_taken_are_kept_no_longer(dense: LlamaModel) -> None:
+    scheduler = open_many(dense)
+    run = run_one(scheduler, tokens_of(dense, 40), 3, n_top=1)
+    assert [one.token for one in run.take_logprobs()] == run.tokens[run.n_prompt :]
+    assert (list(run.take_logprobs()), list(run.logprobs)) == ([], [])
+
+
 def test_the_token_that_ends_a_reply_has_one_too(models) -> None:
     with LlamaModel(models("ME")) as model, watching() as seen:
         scheduler = open_many(model)
