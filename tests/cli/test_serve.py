@@ -216,9 +216,11 @@ def test_saves_that_failed_are_told_in_the_exit_status(asked: Asked, run: Callab
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_a_model_that_cannot_share_is_warned_of(kind: str, asked: Asked, run: Callable[..., Ran], model: Path) -> None:
+def test_a_model_that_shares_at_some_places_only_is_warned_of(
+    kind: str, asked: Asked, run: Callable[..., Ran], model: Path
+) -> None:
     asked.settings = {"memory_kind": kind}
-    assert f"warning: tiny is {kind}: its conversations can share no cells" in run("serve", "-q").err
+    assert f"warning: tiny is {kind}: others can begin only where its conversations" in run("serve", "-q").err
 
 
 def test_json_has_a_line_when_it_is_ready_and_closes_with_the_counts(

@@ -13,7 +13,9 @@ from llamakv.records import SectionKind
 from llamakv.server.contract import Ask
 from llamakv.server.service import LlamaService
 from llamakv.store.session_file import read_session
+from tests.server.load import check_nothing_is_left, serving
 from tests.server.service_driver import ENDLESS, LONG, answer_to, chat, open_for
+from tests.server.test_load import be_unsteady, learn_all, play_many, some_talks
 from tests.server.test_service import run, until
 
 N_USERS = 8
@@ -132,3 +134,28 @@ def test_after_a_restart_the_system_prompt_comes_from_the_store(recurrent: Path,
         if section.kind is SectionKind.TAIL and section.p1 == places[0]
     ]
     assert (len(tails), len(set(tails))) == (3, 1)  # of three sessions, and there once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_cells", [3000, 30_000])
+def test_many_users_some_of_whom_go_away_get_right_answers_and_leave_nothing(
+    recurrent: Path, tmp_path: Path, n_cells: int
+) -> None:
+    talks = some_talks(8)
+    book = learn_all(recurrent, tmp_path / "alone", talks, cold=True, flash_attn="off")
+
+    async def be_many(url: str) -> None:
+        is_over = asyncio.Event()
+        unsteady = [asyncio.create_task(be_unsteady(url, talks, book, number, is_over)) for number in range(4)]
+        await play_many(url, talks, book, for_s=10.0, n_clients=6)
+        is_over.set()
+        await asyncio.gather(*unsteady)
+
+    with serving(recurrent, tmp_path / "many", "--flash-attn", "off", "--cells", n_cells) as server:
+        asyncio.run(be_many(server.url))
+        asyncio.run(check_nothing_is_left(server.url))
+        counts = server.stop()["data"]["counts"]
+    print(f"\n{dict(book.seen)}, noise {book.noise:.4f}, {counts}")
+    assert book.wrong == []
+    assert book.seen["left streams"] > 0
+    assert counts["n_reused_memory"] > 10 * 1000

@@ -241,7 +241,8 @@ def _tell_ready(output: Output, ready: Ready) -> None:
     kind = str(ready.model.settings.get("memory_kind", ""))
     if kind in ("recurrent", "hybrid"):
         output.warning(
-            f"{ready.model.name} is {kind}: its conversations can share no cells, and go on only from where they ended"
+            f"{ready.model.name} is {kind}: others can begin only where its conversations, their system prompts or "
+            "their prompts end"
         )
     if not output.json:
         output.note(

@@ -11,6 +11,7 @@ from llamakv.engine.contract import RunRequest
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.scheduler import LlamaScheduler
+from llamakv.records import SectionKind
 from tests.engine.scheduler.cases import cold, drive, is_same, watching, written
 from tests.engine.scheduler.many import ask, check_account, check_answers, open_many
 from tests.engine.test_sequence import tokens_of
@@ -135,6 +136,46 @@ def test_what_is_no_ascending_place_of_the_tokens_is_refused(recurrent: LlamaMod
     scheduler = open_many(recurrent)
     with pytest.raises(ValueError, match="no ascending places of 10 tokens"):
         scheduler.submit(ask_at(tokens_of(recurrent, 10), places))
+
+
+def test_what_came_from_a_store_for_a_place_may_go_and_leaves_a_copy(recurrent: LlamaModel) -> None:
+    prefix = tokens_of(recurrent, 150)
+    scheduler = open_many(recurrent)
+    one = run_at(scheduler, prefix, (), n=1)
+    sections = list(scheduler.export(one))
+    scheduler.release(one)
+    brought = scheduler.adopt(one.tokens, lambda n: sections)
+    runs = [run_at(scheduler, [*prefix, 500, 501], (150,))]
+    scheduler.release(brought)
+    runs.append(run_at(scheduler, [*prefix, 600], (150,)))
+    assert [run.n_reused for run in runs] == [150, 150]
+    assert copies(scheduler) == [150]
+
+
+def test_the_state_at_the_first_place_is_exported_with_what_follows(recurrent: LlamaModel) -> None:
+    scheduler = open_many(recurrent, 4, n_kept=12)
+    run = run_at(scheduler, tokens_of(recurrent, 150), (60, 120, 149))
+    n_cells = run.cells.n_cells
+
+    def tails(p0: int) -> list[int]:
+        return [section.p1 for section in scheduler.export(run, p0) if section.kind is SectionKind.TAIL]
+
+    assert (tails(0), tails(60), tails(100)) == ([60, n_cells], [n_cells], [n_cells])
+    end = run_at(scheduler, tokens_of(recurrent, 80, seed=1), (79,))
+    assert [section.p1 for section in scheduler.export(end) if section.kind is SectionKind.TAIL] == [end.cells.n_cells]
+
+
+def test_the_exported_state_of_a_place_goes_on_as_it_did(recurrent: LlamaModel) -> None:
+    scheduler = open_many(recurrent)
+    run = run_at(scheduler, tokens_of(recurrent, 150), (60,))
+    sections = [replace(one, p_used=min(one.p_used, 60)) for one in scheduler.export(run) if one.p0 <= 60]
+    other = open_many(recurrent)
+    other.adopt(run.tokens[:61], lambda n: sections)
+    with watching() as seen:
+        again = run_at(other, run.tokens[: run.n_prompt], ())
+    assert again.n_reused == 60
+    prompt = run.tokens[: run.n_prompt]
+    assert is_same(written(again, seen), cold(recurrent, prompt[:61], prompt[61:], n=4))
 
 
 # ---------------------------------------------------------------- room
