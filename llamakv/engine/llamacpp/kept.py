@@ -102,7 +102,7 @@ class KeptRuns:
         self._awaited.pop(run, None)
         self._n_begun += 1
         if owner is not None and N_WORTH_WAITING <= n_shared < _n_cells(owner):
-            before = owner.begun if self._is_begun_with(owner) or owner.begun.n_others < N_OTHERS else Begun()
+            before = owner.begun if self._n_begun <= owner.begun.at + N_SEQ_MAX else Begun()
             n_cells = min(n_shared, before.n_cells or n_shared)
             owner.begun = Begun(n_others=before.n_others + 1, n_cells=n_cells, at=self._n_begun)
         if owner is not None:

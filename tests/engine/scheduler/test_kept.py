@@ -88,11 +88,13 @@ def test_beyond_the_share_of_cells_and_sequences_the_one_used_longest_ago_goes_f
     assert scheduler.kept == [*(run for run in (*one, *two) if run not in later), *unlike, *later]
 
 
-def test_pinned_runs_take_their_part_of_the_share(dense: LlamaModel) -> None:
+@pytest.mark.parametrize("lengths", [(60, 60), (290,)], ids=["sequences", "cells"])
+def test_pinned_runs_take_their_part_of_the_share(dense: LlamaModel, lengths: tuple[int, ...]) -> None:
     scheduler = open_sharing(dense, 0.1)  # 409 cells, 2 sequences
-    alike, unlike = sharing(scheduler, dense), others(scheduler, dense)
-    assert scheduler.kept[-1] is alike[2]
-    for run in unlike[:2]:
+    alike = sharing(scheduler, dense)
+    unlike = [run_one(scheduler, tokens_of(dense, n, seed=i), 1) for i, n in enumerate(lengths)]
+    assert scheduler.kept == [*alike[:2], *unlike, alike[2]]
+    for run in unlike:
         scheduler.pin(run, is_pinned=True)
     assert scheduler.kept == [*alike, *unlike]
     scheduler.pin(unlike[0], is_pinned=False)
