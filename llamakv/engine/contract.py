@@ -236,7 +236,8 @@ class Scheduler(Protocol):
         """Queue a run. What cannot be done (no room, a bad grammar) becomes its ``error``."""
 
     def step(self, should_abort: AbortCheck | None = None) -> list[Run]:
-        """One decode call for all that are under way. Returns the runs that are over since the step before.
+        """One decode call for all that are under way. Returns the runs that are over since the step before. A step of a
+        scheduler for many users in which nobody has been under way for a minute gives memory back instead.
 
         Raises:
             AbortedError: stopped; all runs stand as they stood before this step.

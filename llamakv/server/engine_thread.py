@@ -23,6 +23,9 @@ _COURTESY_S = 0.0005
 _LATE_S = 0.25
 """How much later than the scheduler, which keeps what was written, a run is ended here."""
 
+_IDLE_S = 60.0
+"""How often a step is taken while there is nothing to do, so that the scheduler can give memory back."""
+
 _STUCK_S = 2.0
 """How long nobody may be under way, with somebody waiting and nothing that could be let go of, before he is refused."""
 
@@ -147,10 +150,11 @@ class EngineThread:
     def _work(self) -> None:
         wait_s: float | None = None
         while True:
+            is_idle = False
             with self._condition:
                 if not self._commands and not self._is_ending:
                     if not self._has_work:
-                        self._condition.wait()
+                        is_idle = not self._condition.wait(_IDLE_S)
                     elif wait_s is not None:
                         self._condition.wait(wait_s)
                 commands = list(self._commands)
@@ -161,7 +165,7 @@ class EngineThread:
                 is_beside = self._n_guests > 0
             for command in commands:
                 command()
-            if self._has_work:
+            if self._has_work or (is_idle and self.error is None and not self._is_held):
                 wait_s = self._turn()
                 if is_beside and wait_s is None:
                     time.sleep(_COURTESY_S)

@@ -22,6 +22,10 @@ from llamakv.records import StateSection
 _REVIEW_S = 1.0
 """How often it is looked how much memory is free, which takes about a millisecond."""
 
+_IDLE_S = 60.0
+"""How long nobody is under way before memory is given back. From 32,768 cells of SmolLM2 to 4,096, 1,000 of them in use,
+that took 0.2 s and gave 650 MB; growing again to twice as many took as long."""
+
 
 class Admission:
     """Runs that wait, in their order, and the account of cells: those in use, and those that runs under way
@@ -55,7 +59,8 @@ class Admission:
         self._arriving: dict[LlamaRun, int] = {}
         self.shortage: Shortage | None = None
         self.waiting: deque[LlamaRun] = deque()
-        self._reviewed_s = -_REVIEW_S
+        self._busy_s = time.monotonic()
+        self._reviewed_s = self._busy_s - _REVIEW_S
         self.review()
 
     # ------------------------------------------------------------ the account
@@ -83,12 +88,16 @@ class Admission:
 
     def review(self) -> None:
         """Look, now and then, how much memory is free, and let the limit follow it: never above what is allowed, nor
-        below what is in use or promised."""
+        below what is in use or promised. After a while without runs, memory that is not needed is given back."""
         shared, now_s = self._shared, time.monotonic()
+        if self._active or self.waiting or self._arriving:
+            self._busy_s = now_s
         if now_s < self._reviewed_s + _REVIEW_S:
             return
         self._reviewed_s = now_s
         shared.may_have_more_ids = True
+        if self._kept.shares_runs and now_s >= self._busy_s + _IDLE_S:
+            shared.shrink()
         if not self._fills_memory:
             return
         n_most, n_reserved = shared.n_cells_in_memory(), shared.n_used + self.promised

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import psutil
 
@@ -65,7 +65,7 @@ class SharedContext:
         self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
         self._mover = Mover(self.cutter, info, copies_whole=self._copies_whole)
-        self.n_seq = n_seq
+        self.n_seq, self._n_ctx_min = n_seq, n_ctx_min
         n_ids = n_seq if self._copies_whole else min(n_seq_first, n_seq)
         self.native = open_context(self._size(n_ctx_min), n_ids + 1)
         self._allocated: ContextMemory | None = None
@@ -331,6 +331,15 @@ class SharedContext:
         """
         n_wanted = max(2 * self.native.n_ctx, self._mover.n_cells_after(self.native, self._live))
         self._move(self._size(min(n_wanted, self.n_cells_max)))
+
+    def shrink(self) -> None:
+        """Have a smaller context, if a quarter of the present one would do for what is in use and a run more, and what
+        is shared stays so."""
+        n_after = self._mover.n_cells_after(self.native, self._live)
+        n_ctx = self._size(max(n_after + N_EXPECTED, self._n_ctx_min))
+        if 4 * n_ctx <= self.native.n_ctx and n_after == self.n_used:
+            with suppress(NoRoomError):
+                self._move(n_ctx)
 
     def _size(self, n_tokens: int) -> int:
         """The power of two that holds ``n_tokens``, within the limit; growing later costs milliseconds."""

@@ -214,9 +214,16 @@ def test_cells_that_memory_has_again_are_given_to_who_waits(models, machine: Mac
         check_answers(model, runs, seen)
 
 
-def test_memory_is_looked_at_once_a_second(models, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, looks = [100.0], []
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is for those who look at memory."""
+    clock = [100.0]
     monkeypatch.setattr("llamakv.engine.llamacpp.admission.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+def test_memory_is_looked_at_once_a_second(models, monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    looks = []
     with LlamaModel(models("M")) as model:
         scheduler = open_within_memory(model)
         look = scheduler._shared.n_cells_in_memory
@@ -224,3 +231,62 @@ def test_memory_is_looked_at_once_a_second(models, monkeypatch: pytest.MonkeyPat
         for clock[0] in (100.5, 100.9, 101.1, 101.2, 102.2):
             scheduler.step()
     assert looks == [101.1, 102.2]
+
+
+# ---------------------------------------------------------------- memory that is given back
+
+
+def test_after_a_minute_without_runs_a_context_that_is_far_too_large_becomes_smaller(
+    model: LlamaModel, clock: list[float]
+) -> None:
+    """What was kept goes on exactly."""
+    tokens, more = tokens_of(model, 200), tokens_of(model, 20, seed=1)
+
+    def write(*, idle_s: float) -> tuple[int, list[Written]]:
+        scheduler = open_many(model, 2, n_ctx=4096)
+        scheduler._shared._n_ctx_min = 1
+        with watching() as seen:
+            first = run_one(scheduler, tokens, 4)
+            clock[0] += idle_s
+            assert scheduler.step() == []
+            n_ctx = scheduler.root.n_ctx
+            second = run_one(scheduler, [*first.tokens, *more], 8)
+        assert second.n_reused == 203
+        check_account(scheduler)
+        return n_ctx, [written(run, seen) for run in (first, second)]
+
+    (n_before, expected), (n_after, actual) = write(idle_s=59.0), write(idle_s=61.0)
+    assert (n_before, n_after) == (4096, 512)
+    assert all(is_same(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize(("n_tokens", "n_ctx_min", "n_ctx"), [(700, 1, 1024), (800, 1, 4096), (10, 1025, 4096)])
+def test_a_context_is_left_with_room_for_more_than_is_in_use(
+    dense: LlamaModel, clock: list[float], n_tokens: int, n_ctx_min: int, n_ctx: int
+) -> None:
+    scheduler = open_many(dense, 2, n_ctx=4096)
+    scheduler._shared._n_ctx_min = n_ctx_min
+    run_one(scheduler, tokens_of(dense, n_tokens), 1)
+    clock[0] += 61.0
+    scheduler.step()
+    assert scheduler.root.n_ctx == n_ctx
+
+
+def test_while_somebody_is_under_way_or_memory_is_short_the_context_stays(
+    dense: LlamaModel, clock: list[float], machine: Machine
+) -> None:
+    scheduler = open_many(dense, 2, n_ctx=4096)
+    scheduler._shared._n_ctx_min = 1
+    run = scheduler.submit(ask(tokens_of(dense, 20), 30))
+    for clock[0] in (200.0, 300.0, 359.0):
+        scheduler.step()
+    scheduler.cancel(run)
+    clock[0] = 418.0
+    scheduler.step()
+    assert scheduler.root.n_ctx == 4096
+    clock[0], machine.available = 420.0, 0
+    scheduler.step()
+    assert scheduler.root.n_ctx == 4096
+    machine.available = 1 << 30
+    scheduler.step()
+    assert scheduler.root.n_ctx == 512
