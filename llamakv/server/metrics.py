@@ -27,7 +27,7 @@ _GAUGES = (
     ("sequences_max", "Sequences there may be", "n_sequences_max"),
     ("cells_used", "Cells in use, shared ones counted once", "n_cells"),
     ("cells_pinned", "Cells of pinned prefixes", "n_cells_pinned"),
-    ("cells_max", "Cells there may be", "n_cells_max"),
+    ("cells_max", "Cells there may be now", "n_cells_max"),
     ("context_cells", "Cells of the present context", "n_ctx"),
 )
 _SUMS = (

@@ -70,17 +70,17 @@ class RoomGroup:
     parallel: Annotated[
         int | None,
         typer.Option("--parallel", metavar="N", parser=whole(1, N_SEQUENCES_MAX), rich_help_panel=MEMORY,
-                     help=f"Conversations in memory at the same time, up to {N_SEQUENCES_MAX} (default: by memory)."),
+                     help=f"Most conversations in memory, where it allows, up to {N_SEQUENCES_MAX} (default: all)."),
     ] = None  # fmt: skip
     cells: Annotated[
         int | None,
         typer.Option("--cells", metavar="N", parser=whole(1, 2**31 - 1), rich_help_panel=MEMORY,
-                     help="Cells all conversations may take together (default: by memory)."),
+                     help="Most cells of all conversations; fewer where memory is short (default: by memory)."),
     ] = None  # fmt: skip
     prefix_share: Annotated[
         float | None,
         typer.Option("--prefix-share", metavar="X", parser=real(0.0, 1.0), rich_help_panel=MEMORY,
-                     help="Most of the cells that pinned prefixes may take, 0 to 1 (default: 0.5)."),
+                     help="Share of cells, 0 to 1, for prefixes that are pinned or shared by several (default: 0.5)."),
     ] = None  # fmt: skip
     warm: Annotated[
         list[str] | None,

@@ -23,8 +23,8 @@ _REVIEW_S = 1.0
 """How often it is looked how much memory is free, which takes about a millisecond."""
 
 _IDLE_S = 60.0
-"""How long nobody is under way before memory is given back. From 32,768 cells of SmolLM2 to 4,096, 1,000 of them in use,
-that took 0.2 s and gave 650 MB; growing again to twice as many took as long."""
+"""How long nobody is under way before memory is given back. From 32,768 cells of SmolLM2 to 4,096, 1,000 of them in
+use, that took 0.2 s and gave 650 MB; growing again to twice as many took as long."""
 
 
 class Admission:
