@@ -46,14 +46,14 @@ class Written:
 
 
 @contextmanager
-def watching() -> Iterator[Seen]:
+def watching(n_vocab: int = N_TOKENS) -> Iterator[Seen]:
     """The logits of each choice of each run, as they come."""
     seen: Seen = {}
     original = LlamaRun.add_token
 
     def add_token(run: LlamaRun, index: int, context: object, is_end: object) -> None:
         pointer = api.llama_get_logits_ith(context, index)
-        seen.setdefault(run, []).append(np.ctypeslib.as_array(pointer, (N_TOKENS,)).copy())
+        seen.setdefault(run, []).append(np.ctypeslib.as_array(pointer, (n_vocab,)).copy())
         original(run, index, context, is_end)
 
     with pytest.MonkeyPatch.context() as patch:
