@@ -378,3 +378,22 @@ def test_a_share_of_the_room_may_be_pinned() -> None:
 
 def n_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / ".objects").rglob("*") if path.is_file())
+
+
+def test_an_idle_server_gives_back_cells_that_it_does_not_need(model_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("llamakv.server.engine_thread._IDLE_S", AT_ONCE_S)
+    monkeypatch.setattr("llamakv.engine.llamacpp.admission._REVIEW_S", 0.0)
+
+    async def act(service: LlamaService) -> None:
+        one = await answer_to(service, chat("hello there"))
+        for _ in range(2):  # as more conversations would have done
+            service._engine.call(service._scheduler.root._shared.enlarge).result()
+        await until(lambda: service.counts.n_ctx == 16384)
+        monkeypatch.setattr("llamakv.engine.llamacpp.admission._IDLE_S", 0.0)
+        await until(lambda: service.counts.n_ctx == 4096)
+        two = await answer_to(service, chat("hello there", one.text, "and then?"))
+        assert two.usage.n_cached == one.usage.n_prompt + one.usage.n_generated - 1
+
+    with open_for(model_path, None, n_cells=1 << 16) as service:
+        assert service.counts.n_ctx == 4096
+        run(service, act)
