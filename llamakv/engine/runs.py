@@ -66,6 +66,10 @@ class Run(Protocol):
         """All tokens, the last one pending; do not change it."""
 
     @property
+    def space(self) -> str:
+        """The space of its request."""
+
+    @property
     def n_reused(self) -> int:
         """Cells that were there already."""
 

@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from llamakv.engine.contract import Model, Run, RunRequest, Scheduler
+from llamakv.engine.prefix import n_common
 from llamakv.errors import EngineError, LlamakvError, MismatchError, NoRoomError, NotFoundError
 from llamakv.ops.matching import check_layout, describe, reasons_to_recompute
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH, usable_cells
 from llamakv.ops.requests import ResumeOptions
 from llamakv.ops.resume_cost import sections_restored
-from llamakv.records import Sampling, SessionRecord, StateSection
+from llamakv.records import MemoryKind, Sampling, SessionRecord, StateSection
 from llamakv.server.conversations import N_KNOWN_MAX, Conversation, Conversations, load, stub_of
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
@@ -137,7 +138,7 @@ class Loader:
         from llamakv.store.cache import StoreCache  # late: SQLite is not needed without a store
 
         root = self._folders.of(space)
-        n_live = max(n_coming, self._conversations.n_live(space, tokens))
+        n_live = max(n_coming, self._n_live(space, tokens))
         if root is None or len(tokens) - 1 - n_live < N_WORTH or not root.is_dir():
             return None, False
         path = root
@@ -167,6 +168,13 @@ class Loader:
         if version not in self._told:
             self._told.add(version)
             self._tell(f"{path.stem} could not be brought back and is read again: {error.message}")
+
+    def _n_live(self, space: str, tokens: Sequence[int]) -> int:
+        """How many cells of these tokens there are in memory to begin with."""
+        if self._opened.info.kind not in (MemoryKind.RECURRENT, MemoryKind.HYBRID):
+            return self._conversations.n_live(space, tokens)
+        wholes = (run.tokens[:-1] for run in self._scheduler.kept if run.space == space)
+        return max((len(whole) for whole in wholes if n_common(whole, tokens) == len(whole)), default=0)
 
     def _once(self, key: tuple[str, Path, int], action: Callable[[], Run]) -> tuple[Run | None, bool]:
         """Do what several want at the same time only once; all wait for it, and hold what came."""

@@ -21,7 +21,7 @@ from tests.server.test_service import run, until
 N_USERS = 8
 
 
-@pytest.fixture(scope="module", params=["MR", "MH", pytest.param("MH2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["MR", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MH", "MH2"))])
 def recurrent(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Path:
     return models(request.param)
 
@@ -121,19 +121,26 @@ def test_after_a_restart_the_system_prompt_comes_from_the_store(recurrent: Path,
         third = await answer_to(service, chat("another question"))
         assert (third.usage.n_cached, third.usage.source) == (places[0], "memory")
 
+    async def beside(service: LlamaService) -> None:
+        await service.resume("first", "")  # it cannot be shared before its end
+        other = await answer_to(service, chat("yet another"))
+        assert (other.usage.n_cached, other.usage.source) == (places[0], "store")
+
     with open_for(recurrent, store) as service:
         run(service, before)
     sections = read_session(store / "first.bin").sections
     assert [section.p1 for section in sections if section.kind is SectionKind.TAIL][:-1] == places
     with open_for(recurrent, store) as service:
         run(service, after)
+    with open_for(recurrent, store) as service:
+        run(service, beside)
     tails = [
         section.digest
         for path in store.glob("*.bin")
         for section in read_session(path).sections
         if section.kind is SectionKind.TAIL and section.p1 == places[0]
     ]
-    assert (len(tails), len(set(tails))) == (3, 1)  # of three sessions, and there once
+    assert (len(tails), len(set(tails))) == (4, 1)  # of four sessions, and there once
 
 
 @pytest.mark.slow
@@ -147,7 +154,7 @@ def test_many_users_some_of_whom_go_away_get_right_answers_and_leave_nothing(
     async def be_many(url: str) -> None:
         is_over = asyncio.Event()
         unsteady = [asyncio.create_task(be_unsteady(url, talks, book, number, is_over)) for number in range(4)]
-        await play_many(url, talks, book, for_s=10.0, n_clients=6)
+        await play_many(url, talks, book, for_s=5.0, n_clients=6)
         is_over.set()
         await asyncio.gather(*unsteady)
 

@@ -17,7 +17,7 @@ from tests.engine.scheduler.many import ask, check_account, check_answers, open_
 from tests.engine.test_sequence import tokens_of
 
 
-@pytest.fixture(scope="module", params=["MR", "MH", "MH2"])
+@pytest.fixture(scope="module", params=["MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MR", "MH2"))])
 def recurrent(request: pytest.FixtureRequest, models) -> Iterator[LlamaModel]:
     with LlamaModel(models(request.param)) as model:
         yield model
