@@ -54,12 +54,16 @@ class EngineThread:
         self._is_ending = self._is_over = self._is_held = False
         self._idle_since_s: float | None = None
         self.error: EngineError | None = None
-        self.counts: Counts = scheduler.counts
         self.n_ctx = scheduler.root.n_ctx
         self._thread = threading.Thread(target=self._work, name="llamakv-engine", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ for other threads
+
+    @property
+    def counts(self) -> Counts:
+        """Where the scheduler stands, or stood before the call under way."""
+        return self._scheduler.counts
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Do these, in their order."""
@@ -169,7 +173,7 @@ class EngineThread:
                 wait_s = self._turn()
                 if is_beside and wait_s is None:
                     time.sleep(_COURTESY_S)
-            self.counts, self.n_ctx = self._scheduler.counts, self._scheduler.root.n_ctx
+            self.n_ctx = self._scheduler.root.n_ctx
 
     @property
     def _has_work(self) -> bool:
@@ -180,7 +184,6 @@ class EngineThread:
         n_before = self.counts.n_decoded
         try:
             over = self._scheduler.step()
-            self.counts = self._scheduler.counts
             self._publish()
             for run in over:
                 self._end(run)
@@ -253,7 +256,6 @@ class EngineThread:
         self._unhold(job)
         try:
             job.on_over(job, has_cells)
-            self.counts = self._scheduler.counts  # whoever is told sees them as they are now
         finally:
             if job.outbox is None:
                 pass

@@ -263,6 +263,7 @@ class LlamaScheduler(RunsKept):
                 for run, _ in part:
                     run.check_limits()
                 self._collect()
+            self._counts = self._count()
 
     def _begin(self, run: LlamaRun) -> None:
         try:
