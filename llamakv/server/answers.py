@@ -275,7 +275,10 @@ class Answers:
             self._engine.call(partial(self._scheduler.unhold, held))  # which may wait for a step
 
     async def _pause(self, jobs: Sequence[Job]) -> bool:
-        return await asyncio.wrap_future(self._engine.call(partial(self._engine.pause, jobs)))
+        try:
+            return await asyncio.wrap_future(self._engine.call(partial(self._engine.pause, jobs)))
+        except LlamakvError:  # the server is stopping
+            return False
 
     # ------------------------------------------------------------ answers that are over (on the engine thread)
 
