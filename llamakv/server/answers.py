@@ -379,6 +379,8 @@ class Answers:
         for job in left:
             run, known = job.run, self._claims.get(job)
             job.is_over, job.finish_reason = True, "interrupted"
+            if known is None:  # of no request: somebody waits for it
+                job.on_over(job, False)
             if run is not None and known is not None and run.n_generated and self._scheduler.has_cells(run):
                 prompt, claim = known
                 one = self._conversation_of(prompt, claim, job, run, "interrupted")

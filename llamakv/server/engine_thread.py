@@ -65,9 +65,16 @@ class EngineThread:
         """Where the scheduler stands, or stood before the call under way."""
         return self._scheduler.counts
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread takes orders."""
+        return not self._is_over
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Do these, in their order."""
-        self._do(lambda: self._begin(jobs))
+        if not self._do(lambda: self._begin(jobs)):
+            for job in jobs:
+                self._finish(job, has_cells=False, error=EngineError("the server is stopping"))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End these, before the next step, and free their cells."""

@@ -273,6 +273,8 @@ class Loader:
         self._conversations.make_keys(fresh)
         with self._conversations.lock:
             there = self._conversations.get(space, name)
+            if there is not None and there.run is not None and not self._scheduler.has_cells(there.run):
+                there.run, there.is_let_go = None, False  # they were given to others, and nobody has taken notice
             if there is not None and there.run is None:
                 fresh = there
             elif there is not None:  # somebody was quicker

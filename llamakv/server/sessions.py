@@ -182,10 +182,12 @@ class Sessions:
                     f"{wanted}; {most} of {n_cells_max} cells and {n_most} sequences may be pinned",
                     hint="unpin another one, or start the server with a larger --prefix-share or --cells",
                 )
-            if one.run is None:
+            run = one.run
+            if run is not None:
+                self._scheduler.pin(run, is_pinned=True)  # first: now they go no more
+            if run is None or not self._scheduler.has_cells(run):
                 raise NoRoomError(f"the cells of session '{name}' were given to others just now", hint="try again")
             one.is_pinned = True
-            self._scheduler.pin(one.run, is_pinned=True)
         return one
 
     def delete(self, name: str, space: str) -> None:

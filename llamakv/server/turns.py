@@ -78,6 +78,7 @@ class Turns:
         self._end = end
         self._turns: dict[Turn, None] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._free_since_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self, turn: Turn) -> None:
@@ -132,11 +133,10 @@ class Turns:
         waiting = [
             turn
             for turn in self._turns
-            if not turn.has_place
-            and n_used < most[turn.is_paused]
-            and (turn.is_paused or (turn.key, turn.user) not in paused)
+            if not turn.has_place and (turn.is_paused or (turn.key, turn.user) not in paused)
         ]
-        return min(waiting, key=rank, default=None)
+        turn = min(waiting, key=rank, default=None)
+        return turn if turn is not None and n_used < most[turn.is_paused] else None  # nobody is made ready before it
 
     def _go_on(self) -> None:
         """Give places to those who are next, as long as there are any."""
@@ -166,16 +166,32 @@ class Turns:
             for turn in list(self._turns):
                 if not turn.is_begun and turn.deadline_s is not None and now_s > turn.deadline_s:
                     self.cancel(turn, "timeout")
-            longest = self._to_make_way()
-            if longest is not None and await self._pause(longest.jobs):
-                longest.is_paused, longest.since_s = True, time.perf_counter()
+            for one in self._to_make_way():
+                if await self._pause(one.jobs):  # else it does not write yet
+                    one.is_paused, one.since_s = True, time.perf_counter()
+                    break
+            self._use_free_place()
             self._go_on()
 
-    def _to_make_way(self) -> Turn | None:
-        """An answer that is to stand still for somebody who waits."""
+    def _use_free_place(self) -> None:
+        """Have what stands still go on where those that are ready do not take the place: it may have what they need."""
+        now_s, paused = time.perf_counter(), [turn for turn in self._turns if turn.is_paused]
+        jobs = [job for turn in self._turns if turn.has_place for job in turn.jobs]
+        if not paused or sum(not job.is_waiting and not job.is_over for job in jobs) >= self._n_places:
+            self._free_since_s = None
+        elif self._free_since_s is None:
+            self._free_since_s = now_s
+        elif now_s - self._free_since_s > PATIENCE_S:
+            self._free_since_s = None
+            turn = min(paused, key=lambda one: one.since_s)
+            turn.is_paused, turn.since_s = False, now_s
+            self._resume(turn.jobs)
+
+    def _to_make_way(self) -> list[Turn]:
+        """Answers one of which is to stand still for somebody who waits, the first that can."""
         going_on = [turn for turn in self._turns if turn.has_place and not turn.is_waiting]
         if sum(not job.is_waiting and not job.is_over for turn in going_on for job in turn.jobs) < self._n_places:
-            return None  # it is not for a place that they wait
+            return []  # it is not for a place that they wait
         now_s, used = time.perf_counter(), self._used()
         patient = [turn for turn in self._turns if turn.is_waiting and now_s - turn.since_s > PATIENCE_S]
         for turn in sorted(patient, key=lambda turn: turn.since_s):
@@ -187,5 +203,5 @@ class Turns:
                 if used[of_both] >= used[mine] - own + 2:
                     found.append(other)
             if found:
-                return min(found, key=lambda one: (-used[one.key,], -used[one.key, one.user], one.since_s))
-        return None
+                return sorted(found, key=lambda one: (-used[one.key,], -used[one.key, one.user], one.since_s))
+        return []

@@ -246,6 +246,27 @@ def test_a_pin_that_is_refused_tells_a_space_nothing_of_what_others_pinned(model
         run(service, act)
 
 
+def test_what_is_pinned_has_cells_though_they_were_just_given_to_others(
+    model_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there", session="one"))
+        one = service._conversations.get("", "one")
+        assert one is not None
+        await until(lambda: one.is_saved and one.is_let_go)
+        monkeypatch.setattr(service._saver, "sweep", lambda: None)  # which takes notice of that
+        with service._scheduler.lock:
+            while service._scheduler.admission.drop_one():
+                pass
+        line = await service.pin("one", "", pinned=True)
+        assert (line.is_pinned, line.n_cells_live) == (True, one.n_tokens - 1)
+        assert one.run is not None
+        assert service._scheduler.has_cells(one.run)
+
+    with open_for(model_path, store, save_delay_s=0.0) as service:
+        run(service, act)
+
+
 def test_a_pin_goes_with_the_conversation(model_path: Path, store: Path) -> None:
     async def act(service: LlamaService) -> None:
         one = await answer_to(service, chat("hello there", session="notes"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamakv.engine.contract import RunRequest
+from llamakv.errors import EngineError
 from llamakv.records import Sampling
 from llamakv.server import turns as module
 from llamakv.server.contract import Ask
@@ -188,6 +190,52 @@ def test_who_waits_for_cells_has_nobody_stand_still(monkeypatch: pytest.MonkeyPa
     act(go)
 
 
+def test_what_stands_still_goes_on_although_others_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+    monkeypatch.setattr(module, "AGEING_S", 0.05)
+
+    async def go() -> None:
+        engine = FakeEngine(4)
+        many = [engine.ask(f"a{n}", user="ann") for n in range(4)]
+        await settle()
+        for key in "bcdefg":
+            engine.ask(f"{key}0")
+        await until(lambda: any(turn.is_paused for turn in many))
+        paused = [turn for turn in many if turn.is_paused]
+        keys = (chr(code) for code in range(200, 10**6))
+        async with asyncio.timeout(20):
+            while any(turn.is_paused for turn in paused):
+                for turn in [turn for turn in engine.going if turn not in many and not turn.is_waiting]:
+                    engine.finish(turn)
+                    engine.ask(f"{next(keys)}0")
+                await asyncio.sleep(0.002)
+        engine.turns.close()
+
+    act(go)
+
+
+def test_another_stands_still_where_the_first_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(2)
+        reading, writing = engine.ask("a0"), engine.ask("a1")
+        await settle()
+
+        async def pause(jobs: Sequence[Job]) -> bool:
+            return jobs is not reading.jobs and await engine.pause(jobs)
+
+        engine.turns._pause = pause
+        waiting = engine.ask("b0")
+        await until(lambda: not waiting.is_waiting)
+        assert (reading.is_paused, writing.is_paused) == (False, True)
+        engine.turns.close()
+
+    act(go)
+
+
 def test_what_waits_is_cancelled_and_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TICK_S", 0.001)
 
@@ -270,3 +318,73 @@ def test_a_paused_answer_that_is_left_frees_its_cells(model_path: Path, monkeypa
 
     with open_for(model_path, None, n_sequences=4, n_cells=16384) as service:
         run(service, go)
+
+
+@pytest.mark.parametrize("n_guests", [1, 3])
+def test_what_stands_still_goes_on_where_others_need_its_cells(
+    model_path: Path, n_guests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "_TICK_S", 0.01)
+
+    def of(user: str, n: int) -> Ask:
+        return replace(chat("tell me more", system=user, sampling=replace(GREEDY, max_tokens=n)), user=user)
+
+    async def go(service: LlamaService) -> None:
+        hogs = [asyncio.ensure_future(answer_to(service, of("hog", 450 + n))) for n in range(2)]
+        await until(lambda: service.counts.n_active == 2)
+        guests = [asyncio.ensure_future(answer_to(service, of(f"guest {n}", 800))) for n in range(n_guests)]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*hogs, *guests)
+        assert {one.finish for one in answers} == {"length"}
+
+    with open_for(model_path, None, n_sequences=4, n_cells=1024) as service:
+        run(service, go)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_an_answer_that_is_being_brought_when_the_server_ends_is_told(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def bring(*_: object) -> tuple[None, bool]:
+        is_over.wait(20)
+        return None, False
+
+    async def go(service: LlamaService) -> None:
+        monkeypatch.setattr(service._loader, "bring_prefix", bring)
+        reading = asyncio.ensure_future(said(await service.ask(chat("hello there"))))
+        await until(lambda: any(turn.is_begun for turn in service._answers.turns._turns))
+        stopping = asyncio.ensure_future(service.stop(0.0))
+        await until(lambda: not service._engine.is_alive)
+        is_over.set()
+        await stopping
+        with pytest.raises(EngineError, match="the server is stopping"):
+            await asyncio.wait_for(reading, 20)
+
+    with open_for(model_path, tmp_path / "store") as service:
+        asyncio.run(go(service))
+
+
+def test_a_session_that_is_being_read_again_does_not_keep_the_server_from_ending(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def before(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there", session="notes"))
+
+    async def go(service: LlamaService) -> None:
+        monkeypatch.setattr(service._loader, "_check", lambda info: ("another build",))
+        monkeypatch.setattr(service._scheduler, "step", list)
+        resuming = asyncio.ensure_future(service.resume("notes", ""))
+        await until(lambda: bool(service._engine._jobs))
+        await asyncio.wait_for(service.stop(0.0), 20)
+        with pytest.raises(EngineError):
+            await resuming
+
+    with open_for(model_path, tmp_path / "store") as service:
+        run(service, before)
+    with open_for(model_path, tmp_path / "store") as service:
+        asyncio.run(go(service))

@@ -139,6 +139,9 @@ class Admission:
                 del self.waiting[index]
                 failed.append(run)
                 continue
+            if run.is_paused:  # it was sent back while it stood still
+                index += 1
+                continue
             if n_under_way >= self._n_parallel:
                 break
             beginning = None if self._kept.is_still_waiting(run) else self._kept.beginning_of(run, root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,6 +11,7 @@ from llamakv.engine.llamacpp.cells import SequenceCells
 from llamakv.engine.llamacpp.kept import KeptRuns, begins_with
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.llamacpp.shared import SharedContext
+from llamakv.errors import LlamakvError
 from llamakv.records import Sampling, SectionKind, StateSection
 
 _SHARE = 4
@@ -55,7 +57,12 @@ class Places:
 
     def keep(self, run: LlamaRun) -> None:
         """Keep a copy of a run that has come to one of its places. Without a sequence for it nothing is kept, and so it
-        is where sequences share no cells any more once the context grows: each would take its own then."""
+        is where sequences share no cells any more once the context grows: each would take its own then. It is no
+        error either where the engine fails to make room for one: nobody needs it."""
+        with contextlib.suppress(LlamakvError):
+            self._keep(run)
+
+    def _keep(self, run: LlamaRun) -> None:
         cells = run.cells
         if cells is None or cells.n_cells not in run.places:
             return

@@ -369,6 +369,5 @@ class LlamaScheduler(RunsKept):
     def _send_back(self, run: LlamaRun) -> None:
         """Let a run wait again, with what it has written; it is read again when its turn comes."""
         self._active.remove(run)
-        run.is_paused = False
         self._free(run)
         self.admission.waiting.appendleft(run)
