@@ -333,6 +333,7 @@ def test_json_is_the_result_and_can_be_compared(run: Callable[..., Ran], fake: F
     assert read_result(home / "printed.json") == samples.result()
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_into_a_file_or_below_the_tables(run: Callable[..., Ran], fake: Fake, home: Path) -> None:
     assert run("bench", "--plot", "a.svg").status == 0
     shown = (home / "a.svg").read_text()

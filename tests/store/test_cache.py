@@ -343,6 +343,7 @@ def test_damage_changes_nothing_and_is_gone_afterwards(
 
 
 @pytest.mark.usefixtures("settled")
+@pytest.mark.slow
 def test_a_flip_of_any_byte_changes_nothing(root: Path) -> None:
     summaries(root)
     data = (root / DATABASE).read_bytes()
@@ -483,6 +484,7 @@ def test_many_processes_share_it(root: Path) -> None:
     assert n_rows == 203
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_leave_it_sound(root: Path) -> None:
     for index in range(300):
         add(root, f"more-{index:03}", 60, first=index)

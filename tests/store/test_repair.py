@@ -483,6 +483,7 @@ def test_kill_9_at_any_moment_leaves_a_store_that_can_be_repaired(root, delay_s)
 
 @settings(max_examples=15)
 @given(st.data())
+@pytest.mark.slow
 def test_whatever_byte_is_hit_repair_ends_in_a_sound_store(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("store")
     make_store(root)

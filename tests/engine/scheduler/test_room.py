@@ -121,6 +121,7 @@ def test_growing_in_the_middle_of_many_branches_gives_the_right_words(model: Lla
     check_all_close([written(run, seen) for run in runs], case.expected)
 
 
+@pytest.mark.slow
 def test_200_prompts_through_4_sequences_find_room_in_scattered_cells(dense: LlamaModel) -> None:
     """B70: of 512 cells 80 % are in use on average, and no larger context is allowed."""
     numbers = random.Random(5)

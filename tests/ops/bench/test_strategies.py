@@ -206,6 +206,7 @@ def test_more_users_than_sequences_or_than_memory_holds_are_refused(
     assert told.notices[0].startswith("each user has 9,016 tokens, the model was trained with contexts of 8,192")
 
 
+@pytest.mark.slow
 def test_stopped_what_was_measured_is_told_and_nothing_is_left(model_path: Path, tmp_path: Path) -> None:
     told = Told(stop_after=1)
     with pytest.raises(InterruptedByUser):
