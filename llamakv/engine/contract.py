@@ -280,8 +280,8 @@ class Scheduler(Protocol):
         """Keep the cells of a kept run whatever comes, or no longer."""
 
     def pause(self, run: Run) -> bool:
-        """Let a run under way stand still with its cells, and the next one that waits have its place. False if it is
-        over, or still reads: it goes on then."""
+        """Let a run stand still that writes, with its cells, or one that waits; the next one that waits has its place.
+        False if it is over, or still reads: it goes on then."""
 
     def resume(self, run: Run) -> None:
         """Go on with a run that was paused, beside ``n_parallel`` others if so many are under way."""

@@ -31,7 +31,7 @@ from llamakv.server.prompts import Prompt, Prompts, is_long
 from llamakv.server.queue import RETRY_UNKNOWN_S, Queue
 from llamakv.server.saver import Saver
 from llamakv.server.sizes import Room
-from llamakv.server.turns import Turn, Turns
+from llamakv.server.turns import N_AHEAD, Turn, Turns
 from llamakv.store.session_store import check_name
 
 _N_PREPARING, _N_LOADING = 4, 2  # threads
@@ -91,6 +91,8 @@ class Answers:
         self.queue = Queue(room.n_parallel, n_waiting_max)
         self.turns = Turns(
             room.n_parallel,
+            n_ahead=min(room.n_kept // 4, N_AHEAD),  # they are kept meanwhile, where they are brought from the store
+            n_still_max=room.n_kept,
             pause=self._pause,
             resume=lambda jobs: engine.resume(jobs),
             end=self._end_unbegun,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from llamakv.server.jobs import Job
 
 N_AHEAD = 2
-"""Answers that are made ready (brought from the store, say) while all places are taken: a place that is given up is
-taken again in the next step."""
+"""Answers that are made ready while all places are taken: a place that is given up is taken again in the next step."""
 
 _TICK_S = 0.1
 PATIENCE_S = 0.5
@@ -45,6 +44,11 @@ class Turn:
         return sum(not job.is_over for job in self.jobs)
 
     @property
+    def n_started(self) -> int:
+        """Choices that have cells, and are not over."""
+        return sum(not job.is_waiting and not job.is_over for job in self.jobs)
+
+    @property
     def has_place(self) -> bool:
         """Whether it goes on, or is to as soon as there is a place."""
         return self.is_begun and not self.is_paused
@@ -56,23 +60,29 @@ class Turn:
 
 
 class Turns:
-    """Answers under way: ``n_places`` choices at most go on at the same time, and ``N_AHEAD`` more are made ready.
+    """Answers under way: ``n_places`` choices at most go on at the same time. While all are of one user, ``n_ahead``
+    more are made ready.
 
     Who has fewest places is next: first of all keys, then users of a key, then who waits longest. Where somebody waits
-    although another has two places more, the answer of that one which has been written for longest stands still
-    (``pause`` returns whether it does; ``resume`` has it go on) until its own turn comes again. ``end`` is told of
-    answers that never begin, and why. For one event loop, but for ``leave``.
+    although another has two places more, or has one and he none, the answer of that one which has been written for
+    longest stands still (``pause`` returns whether it does; ``resume`` has it go on) until its own turn comes again;
+    ``n_still_max`` choices at most do, since they keep their cells. ``end`` is told of answers that never begin, and
+    why. For one event loop, but for ``leave``.
     """
 
     def __init__(
         self,
         n_places: int,
         *,
+        n_ahead: int = N_AHEAD,
+        n_still_max: int,
         pause: Callable[[Sequence[Job]], Awaitable[bool]],
         resume: Callable[[Sequence[Job]], None],
         end: Callable[[Turn, str], None],
     ) -> None:
         self._n_places = n_places
+        self._n_ahead = n_ahead
+        self._n_still_max = n_still_max
         self._pause = pause
         self._resume = resume
         self._end = end
@@ -121,14 +131,13 @@ class Turns:
 
     def _next(self, n_used: int) -> Turn | None:
         """Who has the next place, or is made ready for one. What stands still has its place before its user gets
-        others, and goes on in a place that is free."""
+        others."""
         now_s, used = time.perf_counter(), self._used()
         paused = {(turn.key, turn.user) for turn in self._turns if turn.is_paused}
-        most = {True: self._n_places, False: self._n_places + N_AHEAD}
 
-        def rank(turn: Turn) -> tuple[int, int, bool, float]:
+        def rank(turn: Turn) -> tuple[int, int, float]:
             age = int((now_s - turn.since_s) / AGEING_S)
-            return used[turn.key,] - age, used[turn.key, turn.user] - age, not turn.is_paused, turn.since_s
+            return used[turn.key,] - age, used[turn.key, turn.user] - age, turn.since_s
 
         waiting = [
             turn
@@ -136,7 +145,11 @@ class Turns:
             if not turn.has_place and (turn.is_paused or (turn.key, turn.user) not in paused)
         ]
         turn = min(waiting, key=rank, default=None)
-        return turn if turn is not None and n_used < most[turn.is_paused] else None  # nobody is made ready before it
+        if turn is None or turn.is_paused or len({(one.key, one.user) for one in self._turns}) > 1:
+            n_most = self._n_places
+        else:
+            n_most = self._n_places + self._n_ahead
+        return turn if n_used < n_most else None
 
     def _go_on(self) -> None:
         """Give places to those who are next, as long as there are any."""
@@ -173,35 +186,46 @@ class Turns:
             self._use_free_place()
             self._go_on()
 
+    @property
+    def _n_going(self) -> int:
+        """Choices that are read or written."""
+        return sum(turn.n_started for turn in self._turns if turn.has_place)
+
     def _use_free_place(self) -> None:
         """Have what stands still go on where those that are ready do not take the place: it may have what they need."""
         now_s, paused = time.perf_counter(), [turn for turn in self._turns if turn.is_paused]
-        jobs = [job for turn in self._turns if turn.has_place for job in turn.jobs]
-        if not paused or sum(not job.is_waiting and not job.is_over for job in jobs) >= self._n_places:
+        if not paused or self._n_going >= self._n_places:
             self._free_since_s = None
         elif self._free_since_s is None:
             self._free_since_s = now_s
         elif now_s - self._free_since_s > PATIENCE_S:
             self._free_since_s = None
-            turn = min(paused, key=lambda one: one.since_s)
+            turn = min(paused, key=lambda one: (not one.n_started, one.since_s))
             turn.is_paused, turn.since_s = False, now_s
             self._resume(turn.jobs)
 
     def _to_make_way(self) -> list[Turn]:
-        """Answers one of which is to stand still for somebody who waits, the first that can."""
-        going_on = [turn for turn in self._turns if turn.has_place and not turn.is_waiting]
-        if sum(not job.is_waiting and not job.is_over for turn in going_on for job in turn.jobs) < self._n_places:
+        """Answers one of which is to stand still for somebody who waits, the first that can: first of all what was only
+        made ready."""
+        if self._n_going < self._n_places:
             return []  # it is not for a place that they wait
         now_s, used = time.perf_counter(), self._used()
+        n_still = sum(turn.n_started for turn in self._turns if turn.is_paused)
         patient = [turn for turn in self._turns if turn.is_waiting and now_s - turn.since_s > PATIENCE_S]
         for turn in sorted(patient, key=lambda turn: turn.since_s):
             own = turn.n_left if turn.has_place else 0
             found = []
-            for other in going_on:
+            for other in self._turns:
                 of_both = (other.key,) if other.key != turn.key else (other.key, other.user)
                 mine = (turn.key, turn.user)[: len(of_both)]
-                if used[of_both] >= used[mine] - own + 2:
+                n_mine = used[mine] - own
+                has_more = used[of_both] >= n_mine + (2 if n_mine or other.is_waiting or of_both == mine else 1)
+                may_stand = other.has_place and other is not turn and n_still + other.n_started <= self._n_still_max
+                if has_more and may_stand:
                     found.append(other)
             if found:
-                return sorted(found, key=lambda one: (-used[one.key,], -used[one.key, one.user], one.since_s))
+                return sorted(
+                    found,
+                    key=lambda one: (one.n_started > 0, -used[one.key,], -used[one.key, one.user], one.since_s),
+                )
         return []

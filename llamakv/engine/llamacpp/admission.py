@@ -139,7 +139,7 @@ class Admission:
                 del self.waiting[index]
                 failed.append(run)
                 continue
-            if run.is_paused:  # it was sent back while it stood still
+            if run.is_paused:
                 index += 1
                 continue
             if n_under_way >= self._n_parallel:

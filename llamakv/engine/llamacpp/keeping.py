@@ -67,11 +67,11 @@ class RunsKept:
         return self.own(run).cells is not None
 
     def pause(self, run: Run) -> bool:
-        """Let a run that writes stand still, and another have its place; False if it does not write now."""
+        """Let a run that writes or waits stand still, and another have its place; False if it is over, or reads."""
         own = self.own(run)
         with self.lock:
-            writes = not own.is_over and not own.is_guest and own.cells is not None and own.n_unread == 0
-            own.is_paused = own.is_paused or writes
+            writes = own.cells is not None and own.n_unread == 0 and not own.is_guest
+            own.is_paused = own.is_paused or (not own.is_over and (writes or own in self.admission.waiting))
             return own.is_paused
 
     def resume(self, run: Run) -> None:
