@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamakv.engine.contract import Model, Run, RunRequest, Scheduler
 from llamakv.engine.prefix import n_common
-from llamakv.errors import EngineError, LlamakvError, MismatchError, NoRoomError, NotFoundError
+from llamakv.errors import EngineError, FormatError, LlamakvError, MismatchError, NoRoomError, NotFoundError
 from llamakv.ops.matching import check_layout, describe, reasons_to_recompute
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH, usable_cells
@@ -17,6 +17,7 @@ from llamakv.ops.requests import ResumeOptions
 from llamakv.ops.resume_cost import sections_restored
 from llamakv.records import MemoryKind, Sampling, SessionRecord, StateSection
 from llamakv.server.conversations import N_KNOWN_MAX, Conversation, Conversations, load, stub_of
+from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
 from llamakv.server.jobs import Job
@@ -47,6 +48,7 @@ class Loader:
         make_room: Callable[[], bool],
         on_visitor: Callable[[Run], None],
         options: ResumeOptions,
+        damage: Damage,
         tell: Callable[[str], None],
     ) -> None:
         self._opened = opened
@@ -57,6 +59,7 @@ class Loader:
         self._make_room = make_room
         self._on_visitor = on_visitor
         self._options = options
+        self._damage = damage
         self._tell = tell
         self._told: set[tuple[Path, float]] = set()
         self._lock = threading.Lock()
@@ -148,7 +151,8 @@ class Loader:
             if hint is None or hint.n_cells < n_live + N_WORTH:
                 return None, False
             path = hint.path
-            n_cells = usable_cells(read_session(path), tokens)
+            info = read_session(path)
+            n_cells = 0 if self._damage.is_in(info) else usable_cells(info, tokens)
             if n_cells < n_live + N_WORTH:
                 return None, False
             key = (space, path, n_cells)
@@ -156,6 +160,8 @@ class Loader:
         except NoRoomError:
             return None, False
         except LlamakvError as error:
+            if isinstance(error, FormatError):
+                self._damage.look_for(path)
             self._say_once(path, error)
             return None, False
 

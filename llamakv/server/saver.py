@@ -24,9 +24,11 @@ from llamakv.ops.prefixes import N_WORTH, usable_cells
 from llamakv.ops.requests import Compress, Reporter
 from llamakv.records import Chat
 from llamakv.server.conversations import Conversation, Conversations
+from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
 from llamakv.server.live_cells import LiveCells, LiveModel
+from llamakv.server.visitors import VISIT_S, Visitors
 from llamakv.store.reuse import space_of
 from llamakv.store.session_file import SessionInfo, read_session
 from llamakv.store.session_store import SessionStore
@@ -38,7 +40,6 @@ _RETRY_S = 30.0
 _IDLE_S = 1.0
 """How often it is looked what to save while nothing happens."""
 
-_VISIT_S = 2.0
 _N_LATELY = 16
 """Sessions saved last that others may begin with: no look at the store is needed for these."""
 
@@ -59,33 +60,6 @@ class Tally:
     n_dropped: int = 0
 
 
-# ---------------------------------------------------------------- to the store
-
-
-class Visitors:
-    """Runs that were brought from the store for others to begin with, and belong to no conversation: they stay for
-    ``_VISIT_S``, and as long as somebody holds them (``is_held``). Safe between threads."""
-
-    def __init__(self, is_held: Callable[[Run], bool]) -> None:
-        self._is_held = is_held
-        self._lock = threading.Lock()
-        self._until_s: dict[Run, float] = {}
-
-    def add(self, run: Run) -> None:
-        """One has come."""
-        with self._lock:
-            self._until_s[run] = time.perf_counter() + _VISIT_S
-
-    def due(self) -> list[Run]:
-        """Those whose time is over; they are told once."""
-        now_s = time.perf_counter()
-        with self._lock:
-            over = [run for run, until_s in self._until_s.items() if until_s <= now_s and not self._is_held(run)]
-            for run in over:
-                del self._until_s[run]
-        return over
-
-
 class Saver:
     """The thread that writes. ``save_delay_s`` after a conversation was used last it is saved; at once where cells are
     short (``hurry``). What was saved may be dropped from memory when others need the cells. ``tell`` gets what went
@@ -103,6 +77,7 @@ class Saver:
         make_budget: Callable[[], Budget],
         save_delay_s: float,
         n_bytes_per_cell: float,
+        damage: Damage,
         tell: Callable[[str], None],
     ) -> None:
         self._opened = opened
@@ -115,6 +90,7 @@ class Saver:
         self._make_budget = make_budget
         self._save_delay_s = save_delay_s
         self._n_bytes_per_cell = n_bytes_per_cell
+        self._damage = damage
         self._tell = tell
         self._told: set[str] = set()
         self._condition = threading.Condition()
@@ -257,7 +233,7 @@ class Saver:
                 self._conversations.rest(one)
         for run in self.visitors.due():
             self._scheduler.release(run)
-        self._scheduler.release_copies(_VISIT_S)
+        self._scheduler.release_copies(VISIT_S)
 
     # ------------------------------------------------------------ saving
 
@@ -291,7 +267,8 @@ class Saver:
         place = one.place
         stored = place.info or one.parent
         if stored is not None:
-            one.n_settled = 0 if place.is_stale else min(one.n_settled, stored.n_cells_held)
+            is_unusable = place.is_stale or self._damage.is_in(stored)
+            one.n_settled = 0 if is_unusable else min(one.n_settled, stored.n_cells_held)
         cells = LiveCells(
             scheduler=self._scheduler,
             conversation=one,
@@ -342,7 +319,7 @@ class Saver:
         if info is None:
             with contextlib.suppress(StoreError, NotFoundError):
                 info = self._saved_ever(one, root)
-        if info is None:
+        if info is None or self._damage.is_in(info):
             return
         n_cells = min(one.n_settled, usable_cells(info, one.tokens))
         if n_cells >= N_WORTH:

@@ -24,6 +24,7 @@ from llamakv.ops.requests import ModelRequest, Reporter, ResumeOptions
 from llamakv.server.answers import Answers, Sums, in_thread
 from llamakv.server.contract import Ask, ServedModel, ServiceCounts, SessionLine
 from llamakv.server.conversations import Conversations
+from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders
 from llamakv.server.jobs import LlamaAnswer
@@ -152,7 +153,7 @@ class LlamaService:
         self._stop: _Stop | None = None
         self._is_closed = False
         self._conversations = Conversations()
-        folders = Folders(request.store)
+        folders, damage = Folders(request.store), Damage()
         self._engine = EngineThread(
             scheduler, on_shortage=lambda: self._saver.hurry(), on_failure=lambda error: self._tell(error.message)
         )
@@ -166,6 +167,7 @@ class LlamaService:
             make_budget=self._make_budget,
             save_delay_s=save_delay_s,
             n_bytes_per_cell=float(sizes.kv_bytes_per_token),
+            damage=damage,
             tell=self._tell,
         )
         self._loader = Loader(
@@ -177,6 +179,7 @@ class LlamaService:
             make_room=self._saver.make_room,
             on_visitor=self._saver.visitors.add,
             options=ResumeOptions(recompute=request.recompute, trust_state=request.trust_state),
+            damage=damage,
             tell=self._tell,
         )
         self._answers = Answers(

@@ -90,7 +90,7 @@ def test_a_text_that_begins_like_one_being_read_waits_for_that(recurrent: Path) 
 
 
 def test_what_a_user_who_went_away_had_read_goes_too(recurrent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamakv.server.saver._VISIT_S", 0.0)
+    monkeypatch.setattr("llamakv.server.saver.VISIT_S", 0.0)
     monkeypatch.setattr("llamakv.server.saver._IDLE_S", 0.01)
 
     async def act(service: LlamaService) -> None:

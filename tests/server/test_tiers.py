@@ -222,28 +222,33 @@ def test_a_store_that_can_be_written_or_made_is_no_matter(model_path: Path, tmp_
     assert list(tmp_path.glob("new*")) == []
 
 
-def test_a_session_that_is_damaged_is_read_again(model_path: Path, store: Path) -> None:
-    async def before(service: LlamaService) -> None:
-        await answer_to(service, chat("hello there", session="notes"))
+def test_a_damaged_section_is_read_again_and_written_again(model_path: Path, store: Path) -> None:
+    """Two conversations have it in common: it is told once, and after a restart it comes from the store."""
+    heard, sources = Heard(), []
 
-    async def after(service: LlamaService) -> None:
-        again = await answer_to(service, chat("hello there"))
-        assert again.usage.source == "none"
-        assert again.finish == "length"
+    async def ask_both(service: LlamaService) -> None:
+        for n in range(2):
+            one = await answer_to(service, chat(f"hello there {n}", session=f"notes-{n}"))
+            sources.append(one.usage.source)
+        await until(lambda: all(one.is_saved for one in service._conversations.live()))
 
-    with open_for(model_path, store) as service:
-        run(service, before)
-    for path in (store / ".objects").rglob("*"):
-        if path.is_file() and path.stat().st_size > 1000:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.chmod(0o600)
-            path.write_bytes(data)
-    heard = Heard()
-    with open_for(model_path, store, heard) as service:
-        run(service, after)
+    for time in range(3):
+        with open_for(model_path, store, heard, save_delay_s=AT_ONCE_S) as service:
+            run(service, ask_both)
+        if time == 0:
+            _spoil(max((store / ".objects").rglob("*"), key=lambda path: path.stat().st_size))
+    assert sources == ["none", "memory", "none", "memory", "store", "memory"]
     (warning,) = heard.warnings
-    assert warning.startswith("notes could not be brought back and is read again: ")
+    assert warning.startswith("notes-")
+    assert "could not be brought back and is read again: " in warning
+    assert verify_store(store, heard.reporter).n_wrong == 0
+
+
+def _spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
 
 
 def test_what_somebody_else_saved_meanwhile_is_left_alone(model_path: Path, store: Path, tmp_path: Path) -> None:
