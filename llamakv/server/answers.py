@@ -107,6 +107,10 @@ class Answers:
         with self._lock:
             return [(job, claim.place.name) for job, (_, claim) in self._claims.items() if job.request.space == space]
 
+    def make_ready(self) -> None:
+        """Have what the first prompt would wait for."""
+        self._prompts.make_ready()
+
     def refuse_more(self) -> None:
         """Take no more requests."""
         self._is_closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -108,6 +109,15 @@ class Loader:
             if self._conversations.is_active(space, name) or (there is not None and there.run is not None):
                 return
             self._conversations.add(stub)
+
+    def make_ready(self, space: str) -> None:
+        """Have looked at what a store has, so that nobody waits for that."""
+        from llamakv.store.cache import StoreCache  # late: SQLite is not needed without a store
+
+        root = self._folders.of(space)
+        if root is not None and root.is_dir():
+            with contextlib.suppress(LlamakvError), StoreCache(root) as cache:
+                cache.longest_prefix(self._space, (0, 0))
 
     def is_there(self, space: str, name: str) -> bool:
         """Whether the store has a session of this name, of whatever model."""

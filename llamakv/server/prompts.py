@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -101,6 +102,11 @@ class Prompts:
         if prompt and isinstance(prompt[0], ChatMessage):
             return self._chat(ask.space, [message for message in prompt if isinstance(message, ChatMessage)])
         return self._tokens(ask.space, tuple(token for token in prompt if isinstance(token, int)))
+
+    def make_ready(self) -> None:
+        """Compile the model's chat template, if it has one."""
+        with contextlib.suppress(LlamakvError):
+            self._present_template()
 
     def _refuse_endless(self, prompt: Asked) -> None:
         if not is_long(prompt):

@@ -323,9 +323,11 @@ class LlamaService:
         return await in_thread(self._answers.loading, partial(self._sessions.pin, name, space, pinned=pinned))
 
     def warm(self, names: Sequence[str]) -> None:
-        """Have sessions in memory, pinned. Raises: as ``pin``."""
+        """Have sessions in memory, pinned, and what the first request would wait for. Raises: as ``pin``."""
+        self._answers.make_ready()
         if self._request.store is not None:
             self._loader.scan("")
+            self._loader.make_ready("")
         for number, name in enumerate(names, 1):
             self._sessions.pin(name, "", pinned=True)
             self._reporter.progress("restore", number, len(names))
