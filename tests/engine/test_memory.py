@@ -50,10 +50,7 @@ def model(models, name: str) -> Iterator[LlamaModel]:
 
 @contextmanager
 def opened(model: LlamaModel, memory: MemoryRequest, n_ctx: int, n_parallel: int) -> Iterator[NativeContext]:
-    n_window = model.info.n_window if memory.swa_full else 0
-    context = NativeContext(
-        model._pointer, memory, n_ctx=n_ctx, n_seq_max=n_parallel + 2, n_threads=1, n_window=n_window
-    )
+    context = NativeContext(model._pointer, memory, n_ctx=n_ctx, n_seq_max=n_parallel + 2, n_threads=1)
     try:
         yield context
     finally:

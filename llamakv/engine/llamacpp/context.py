@@ -10,10 +10,11 @@ import numpy as np
 
 from llamakv.engine.contract import MemoryRequest
 from llamakv.engine.llamacpp.memory_log import ModelSizes, read_context
-from llamakv.engine.llamacpp.native import Pointer, api, bare_reason, cache_type, native_log
+from llamakv.engine.llamacpp.native import Pointer, api, bare_reason, cache_type, memory_kind, native_log
 from llamakv.engine.llamacpp.window_guard import WindowGuard
 from llamakv.engine.memory import ContextMemory
 from llamakv.errors import EngineError, NoRoomError, UsageError
+from llamakv.records import MemoryKind
 
 N_UBATCH = 256
 """Tokens in a decode call at most; n_batch is the same, because several small batches in one call gave wrong logits
@@ -37,9 +38,8 @@ class Rows:
 class NativeContext:
     """Cells for ``n_seq_max`` sequences in one unified memory. Close it with ``close``; not for use from two threads.
 
-    ``adapters`` are native LoRA adapters with their scales. ``flash_attn`` is what the engine settled on. With
-    ``n_window`` windowed layers keep all cells of a window of that length (``WindowGuard``), for which the engine has
-    one sequence more.
+    ``adapters`` are native LoRA adapters with their scales. ``flash_attn`` is what the engine settled on. Windowed
+    layers that have room for all cells keep them (``WindowGuard``), for which the engine has one sequence more.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class NativeContext:
         n_seq_max: int,
         n_threads: int,
         adapters: Sequence[tuple[Pointer, float]] = (),
-        n_window: int = 0,
     ) -> None:
+        is_windowed = memory.swa_full and memory_kind(model) is MemoryKind.WINDOWED
+        n_window = api.llama_model_n_swa(model) if is_windowed else 0
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = N_UBATCH

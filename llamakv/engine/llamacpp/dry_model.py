@@ -65,8 +65,7 @@ class DryModel:
             UsageError, EngineError, NoRoomError: the engine refuses it.
         """
         self._sizes.check(memory)
-        n_window = api.llama_model_n_swa(self._pointer) if memory.swa_full else 0
-        context = NativeContext(self._pointer, memory, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, n_window=n_window)
+        context = NativeContext(self._pointer, memory, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1)
         try:
             return context.allocated(self._sizes, is_dry=True)
         finally:

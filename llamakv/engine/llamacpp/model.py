@@ -275,7 +275,6 @@ class LlamaModel:
                 n_seq_max=n_seq_max,  # with the scratch sequence
                 n_threads=n_threads,
                 adapters=self._adapters,
-                n_window=self._info.n_window if memory.swa_full else 0,
             )
 
         shared = SharedContext(

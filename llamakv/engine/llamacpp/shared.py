@@ -65,7 +65,7 @@ class SharedContext:
         self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
         self._mover = Mover(self.cutter, info, copies_whole=self._copies_whole)
-        self._n_guards = int(swa_full and info.n_window > 0)
+        self._n_guards = int(swa_full and info.kind is MemoryKind.WINDOWED)
         self.n_seq, self._n_ctx_min = min(n_seq, N_SEQ_MAX - 1 - self._n_guards), n_ctx_min
         n_ids = self.n_seq if self._copies_whole else min(n_seq_first, self.n_seq)
         self.native = open_context(self._size(n_ctx_min), n_ids + 1)
