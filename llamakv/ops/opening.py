@@ -37,7 +37,7 @@ from llamakv.ops.matching import (
 from llamakv.ops.places import position_of
 from llamakv.ops.requests import MemoryOptions, ModelRequest, Opened, Reporter, ResumeOptions
 from llamakv.ops.resume_cost import sections_restored
-from llamakv.records import ModelIdentity, StateSection
+from llamakv.records import MemoryKind, ModelIdentity, StateSection
 from llamakv.store.session_file import (
     SessionInfo,
     SessionReader,
@@ -211,7 +211,8 @@ def restore_from_file(
 ) -> SessionInfo:
     """Bring a session into a live sequence, section by section. Returns what was read, which is newer than ``before``
     if somebody saved it meanwhile. Only its first ``n_tokens`` tokens are wanted; of a session that has lost sections
-    fewer come back, of one that lost them all none (see ``read_rest``).
+    fewer come back, of one that lost them all none (see ``read_rest``). None come back either where windowed layers
+    lack the window before that place: it was saved when the engine had given away what was out of the last window.
 
     Raises:
         NotFoundError: meanwhile it has fewer than ``n_tokens``.
@@ -230,7 +231,11 @@ def restore_from_file(
                         raise NotFoundError(f"{info.path} has only {len(tokens):,} tokens now, not {n_tokens:,}")
                     sections = sections_up_to(info.record.kind, sections, n_tokens - 1)
                 n_cells = n_cells_held(info.record.kind, sections)
-                restore_sections(sequence, tokens, reader, sections, n_cells, reporter)
+                try:
+                    restore_sections(sequence, tokens, reader, sections, n_cells, reporter)
+                except MismatchError:
+                    if info.record.kind is not MemoryKind.WINDOWED or sequence.tokens:
+                        raise
         except ConflictError:
             if last_try:
                 raise

@@ -228,7 +228,8 @@ def test_a_live_context_takes_what_was_estimated(models: Callable[[str], Path], 
     for kind in set(compared) & {"full", "windowed", "recurrent"}:
         assert compared[kind].allocated == compared[kind].estimated > 0
     assert live.agrees, live.compared
-    assert live.context.n_seq_max == live.estimate.n_seq_max == 4
+    n_guards = name in ("MS", "MG")  # a sequence that keeps what windows of others lose
+    assert live.context.n_seq_max == live.estimate.n_seq_max == 4 + n_guards
     assert compared["total"].allocated == sum(part.allocated for part in live.compared[:-1])
     assert live.n_batch == 256
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llamakv.engine.llamacpp import LlamaModel
 from llamakv.errors import (
     DamagedError,
     ExistsError,
@@ -26,6 +27,8 @@ from llamakv.ops.requests import ChatRequest, MemoryOptions, ModelRequest, Sampl
 from llamakv.records import SectionKind
 from llamakv.store import locks
 from llamakv.store.session_file import SessionReader, create_session, read_session
+from tests.engine.scheduler.conftest import unguarded  # noqa: F401 a fixture
+from tests.engine.scheduler.test_adopt import with_gap
 from tests.ops.driver import GREEDY, RANDOM, Driver, Heard, ResumeOptions, sha, state_of
 
 KINDS = ["M", "MS", "MR", "MH", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MH2", "ML"))]
@@ -116,6 +119,22 @@ def test_raw_text_is_continued_as_if_it_had_been_read_at_once(driver: Driver, tm
         sequence.extend(question)
         ids = list(sequence.generate(dataclasses.replace(record.sampling, temperature=0), n_max=12))
         assert answer.text == b"".join(model.token_bytes(token) for token in ids).decode("utf-8", "replace")
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("at", [120, 140, 160, 250])
+def test_where_windows_were_lost_before_saving_tokens_are_read_again(models, tmp_path: Path, at: int) -> None:
+    driver, path = Driver(models("MS"), tmp_path), tmp_path / "lost.bin"
+    driver.save(tmp_path / "raw.bin", "Hello", raw=True)
+    record = read_session(tmp_path / "raw.bin").record
+    with LlamaModel(models("MS")) as model:
+        _, text, sections = with_gap(model)
+    create_session(path, dataclasses.replace(record, tokens=tuple(text)), sections)
+    answer, whole = driver.load(path, at=str(at)), driver.load(path)
+    is_there = at > 148 + 32
+    assert (answer.reused, answer.evaluated) == ((at - 1, 1) if is_there else (0, at))
+    assert (whole.reused, whole.evaluated) == (299, 1)
+    assert answer.text == driver.load(path, at=str(at), options=ResumeOptions(recompute=True)).text
 
 
 def test_a_document_and_its_questions_are_one_user_message(driver: Driver, tmp_path: Path) -> None:

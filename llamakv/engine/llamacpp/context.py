@@ -10,9 +10,11 @@ import numpy as np
 
 from llamakv.engine.contract import MemoryRequest
 from llamakv.engine.llamacpp.memory_log import ModelSizes, read_context
-from llamakv.engine.llamacpp.native import Pointer, api, bare_reason, cache_type, native_log
+from llamakv.engine.llamacpp.native import Pointer, api, bare_reason, cache_type, memory_kind, native_log
+from llamakv.engine.llamacpp.window_guard import WindowGuard
 from llamakv.engine.memory import ContextMemory
 from llamakv.errors import EngineError, NoRoomError, UsageError
+from llamakv.records import MemoryKind
 
 N_UBATCH = 256
 """Tokens in a decode call at most; n_batch is the same, because several small batches in one call gave wrong logits
@@ -36,7 +38,8 @@ class Rows:
 class NativeContext:
     """Cells for ``n_seq_max`` sequences in one unified memory. Close it with ``close``; not for use from two threads.
 
-    ``adapters`` are native LoRA adapters with their scales. ``flash_attn`` is what the engine settled on.
+    ``adapters`` are native LoRA adapters with their scales. ``flash_attn`` is what the engine settled on. Windowed
+    layers that have room for all cells keep them (``WindowGuard``), for which the engine has one sequence more.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class NativeContext:
         n_threads: int,
         adapters: Sequence[tuple[Pointer, float]] = (),
     ) -> None:
+        is_windowed = memory.swa_full and memory_kind(model) is MemoryKind.WINDOWED
+        n_window = api.llama_model_n_swa(model) if is_windowed else 0
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = N_UBATCH
-        params.n_seq_max = n_seq_max
-        params.n_outputs_max = n_seq_max
+        params.n_seq_max = n_seq_max + (n_window > 0)
+        params.n_outputs_max = params.n_seq_max
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k, params.type_v = cache_type(memory.type_k), cache_type(memory.type_v)
         params.flash_attn_type = -1 if memory.flash_attn is None else int(memory.flash_attn)
@@ -72,6 +77,7 @@ class NativeContext:
         self._log = native_log().lines
         self.flash_attn = _resolved_flash_attn(memory)
         self._memory = api.llama_get_memory(self._pointer)
+        self._guard = WindowGuard(self._memory, n_seq_max, n_window) if n_window else None
         self._token = np.zeros(N_UBATCH, np.int32)
         self._pos = np.zeros(N_UBATCH, np.int32)
         self._seq_id = np.zeros(N_UBATCH, np.int32)
@@ -111,7 +117,7 @@ class NativeContext:
             self._log,
             sizes,
             n_ctx=self.n_ctx,
-            n_seq_max=self.n_seq_max,
+            n_seq_max=self.n_seq_max + (self._guard is not None),
             flash_attn=self.flash_attn,
             is_dry=is_dry,
         )
@@ -155,6 +161,10 @@ class NativeContext:
             n = end
         assert n > 0
         self._batch.n_tokens = n
+        if self._guard:
+            self._guard.protect()
+            for part in rows:
+                self._guard.note(part.seq_id)
         if should_abort is None:
             status = api.llama_decode(self._pointer, self._batch)
         else:  # the engine asks for each node of its graph, which took 4 % of a small model's decode: only where needed
@@ -194,11 +204,16 @@ class NativeContext:
         self._check_seq(source)
         self._check_seq(target)
         api.llama_memory_seq_cp(self._memory, source, target, p0, p1)
+        if self._guard:
+            self._guard.note(target)
 
     def remove(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Take cells of ``[p0, p1)`` from a sequence; False where the memory cannot (nothing changed then)."""
         self._check_seq(seq_id)
-        return bool(api.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
+        is_removed = bool(api.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
+        if self._guard and is_removed:
+            self._guard.note_removed(seq_id, p0)
+        return is_removed
 
     def position_range(self, seq_id: int) -> tuple[int, int]:
         """Smallest and largest position present; (-1, -1) if the sequence is empty."""
@@ -226,6 +241,9 @@ class NativeContext:
         self._check_seq(seq_id)
         view = np.frombuffer(data, np.uint8)
         address = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if self._guard:
+            self._guard.protect()
+            self._guard.note(seq_id)
         n_taken = api.llama_state_seq_set_data_ext(self._pointer, address, view.size, seq_id, flags)
         return bool(n_taken == view.size)
 

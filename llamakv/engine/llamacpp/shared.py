@@ -39,8 +39,8 @@ class SharedContext:
     """One native context that is replaced by another when it has to be larger, or may be smaller; never more than
     ``n_cells_max`` cells, which is ``n_cells_limit`` at most.
 
-    ``n_seq`` sequences at most, apart from the scratch sequence; it opens with ``n_seq_first`` of them, and has twice
-    as many when all are in use. Not for use from two threads.
+    ``n_seq`` sequences at most, apart from the scratch sequence and one that guards windows (``WindowGuard``); it opens
+    with ``n_seq_first`` of them, and has twice as many when all are in use. Not for use from two threads.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class SharedContext:
         self.decodes_together = decodes_together(info.kind, swa_full=swa_full)
         self._copies_whole = info.kind is MemoryKind.WINDOWED and not swa_full
         self._mover = Mover(self.cutter, info, copies_whole=self._copies_whole)
-        self.n_seq, self._n_ctx_min = n_seq, n_ctx_min
-        n_ids = n_seq if self._copies_whole else min(n_seq_first, n_seq)
+        self._n_guards = int(swa_full and info.kind is MemoryKind.WINDOWED)
+        self.n_seq, self._n_ctx_min = min(n_seq, N_SEQ_MAX - 1 - self._n_guards), n_ctx_min
+        n_ids = self.n_seq if self._copies_whole else min(n_seq_first, self.n_seq)
         self.native = open_context(self._size(n_ctx_min), n_ids + 1)
         self._allocated: ContextMemory | None = None
         self._free_ids = [seq_id for seq_id in range(n_ids, 0, -1) if seq_id != SCRATCH]
@@ -368,7 +369,8 @@ class SharedContext:
     def _check_memory(self, n_ctx: int, n_seq_max: int) -> None:
         present = self.allocated
         by_sequence = present.recurrent_bytes + present.compute_bytes + present.output_bytes
-        n_needed = self.bytes_per_cell() * n_ctx + by_sequence * n_seq_max // present.n_seq_max
+        n_sequences = n_seq_max + self._n_guards
+        n_needed = self.bytes_per_cell() * n_ctx + by_sequence * n_sequences // present.n_seq_max
         n_free = int(_free_bytes() * _MEMORY_SHARE)
         if n_needed > n_free:
             raise NoRoomError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from llamakv.engine.llamacpp import LlamaModel
+from llamakv.engine.llamacpp.window_guard import WindowGuard
 from tests.engine.scheduler.cases import (
     MOST_KINDS,
     Case,
@@ -18,6 +19,12 @@ from tests.engine.scheduler.cases import (
 def dense(models) -> Iterator[LlamaModel]:
     with LlamaModel(models("M")) as model:
         yield model
+
+
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windowed layers lose what is out of a sequence's window to others, as they did when older sessions were saved."""
+    monkeypatch.setattr(WindowGuard, "protect", lambda self: None)
 
 
 @pytest.fixture(scope="module", params=MOST_KINDS)

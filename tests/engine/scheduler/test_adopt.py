@@ -356,6 +356,7 @@ def with_gap(model: LlamaModel, n_before: int = 50) -> tuple[LlamaScheduler, lis
     return scheduler, text, [*sections, *saved(scheduler.root, 99)]
 
 
+@pytest.mark.usefixtures("unguarded")
 def test_where_windowed_layers_have_a_gap_nothing_begins(windowed: LlamaModel) -> None:
     _, text, sections = with_gap(windowed)
     scheduler = open_many(windowed)
@@ -372,6 +373,7 @@ def test_where_windowed_layers_have_a_gap_nothing_begins(windowed: LlamaModel) -
     check_answers(windowed, runs, seen)
 
 
+@pytest.mark.usefixtures("unguarded")
 def test_a_session_that_lacks_the_window_of_its_last_token_is_refused(windowed: LlamaModel) -> None:
     """A place in the middle that the store can cut out, but not the engine."""
     _, text, sections = with_gap(windowed)
@@ -386,6 +388,7 @@ def test_a_session_that_lacks_the_window_of_its_last_token_is_refused(windowed: 
 
 
 @pytest.mark.parametrize("n_before", [50, 90])
+@pytest.mark.usefixtures("unguarded")
 def test_a_gap_is_told_again_after_growing_and_saving(windowed: LlamaModel, n_before: int) -> None:
     """Also one that is shorter than a section."""
     _, text, sections = with_gap(windowed, n_before)

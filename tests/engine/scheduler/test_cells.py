@@ -59,7 +59,8 @@ def engine_cells(scheduler: LlamaScheduler) -> Cells:
     for _ in range(n_cells):
         position, n_seq = struct.unpack_from("<iI", data, at)
         at += 8
-        cells.append((position, frozenset(struct.unpack_from(f"<{n_seq}i", data, at))))
+        guard = scheduler._shared.native.n_seq_max  # of windows, if there is one
+        cells.append((position, frozenset(struct.unpack_from(f"<{n_seq}i", data, at)) - {guard}))
         at += 4 * n_seq
     return cells
 
@@ -171,8 +172,8 @@ def test_growing_shares_the_prefix_again(attentive: LlamaModel) -> None:
 
 @pytest.fixture(scope="module")
 def windowed(models) -> Iterator[LlamaModel]:
-    """A window of 32 tokens. The engine takes the cells of windowed layers that are out of their sequence's window for
-    whatever comes, and then all before them too, also where the layers have cells for everything (swa_full;
+    """A window of 32 tokens. Unguarded, the engine takes the cells of windowed layers that are out of their sequence's
+    window for whatever comes, and then all before them too, also where the layers have cells for everything (swa_full;
     llama_kv_cache::find_slot and apply_ubatch)."""
     with LlamaModel(models("MS")) as model:
         yield model
@@ -182,24 +183,44 @@ def position_range(scheduler: LlamaScheduler) -> tuple[int, int]:
     return scheduler._shared.native.position_range(scheduler.root.cells.seq_id)
 
 
-@pytest.mark.parametrize("n_common", [40, 60, 100, 300])
-def test_a_run_begins_only_where_the_windowed_layers_of_the_root_still_have_its_window(
-    windowed: LlamaModel, n_common: int
-) -> None:
-    """The root's first cells stand behind free ones; what takes those goes on into the root's."""
-    root = tokens_of(windowed, 300, seed=2)
+def with_cells_free_before_the_root(windowed: LlamaModel, root: list[int]) -> LlamaScheduler:
+    """What takes the free cells goes on into the root's if it may."""
     scheduler = open_scheduler(windowed, 2, n_cells_max=512)
     before = scheduler.submit(request(tokens_of(windowed, 100, seed=1), 100))
     scheduler.step()
     scheduler.root.extend(root)
     scheduler.cancel(before)
     run_all(scheduler, [request(tokens_of(windowed, 150, seed=3), 1)])
+    return scheduler
+
+
+@pytest.mark.parametrize("n_common", [40, 60, 100, 300])
+def test_a_run_begins_anywhere_as_windowed_layers_keep_all_that_a_sequence_has(
+    windowed: LlamaModel, n_common: int
+) -> None:
+    root = tokens_of(windowed, 300, seed=2)
+    scheduler = with_cells_free_before_the_root(windowed, root)
+    assert position_range(scheduler) == (0, 298)
+    tokens = [*root[:n_common], *tokens_of(windowed, 5, seed=4)]
+    (run,), (actual,) = run_all(scheduler, [request(tokens, 8)])
+    assert run.n_reused == min(n_common, 299)
+    check_close(actual, cold(windowed, tokens))
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("n_common", [40, 60, 100, 300])
+def test_a_run_begins_only_where_the_windowed_layers_of_the_root_still_have_its_window(
+    windowed: LlamaModel, n_common: int
+) -> None:
+    root = tokens_of(windowed, 300, seed=2)
+    scheduler = with_cells_free_before_the_root(windowed, root)
     assert position_range(scheduler) == (50, 298)
     tokens = [*root[:n_common], *tokens_of(windowed, 5, seed=4)]
     _, (actual,) = run_all(scheduler, [request(tokens, 8)])
     check_close(actual, cold(windowed, tokens))
 
 
+@pytest.mark.usefixtures("unguarded")
 def test_a_branch_keeps_its_window_when_the_context_grows_after_the_root_lost_it(windowed: LlamaModel) -> None:
     root, rest = tokens_of(windowed, 200, seed=2), tokens_of(windowed, 5, seed=4)
     scheduler = open_scheduler(windowed, 4)

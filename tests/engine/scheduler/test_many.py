@@ -354,6 +354,7 @@ def test_a_seeded_run_writes_the_same_whatever_it_begins_with(dense: LlamaModel)
     assert np.array_equal(first.ids, again.ids)
 
 
+@pytest.mark.usefixtures("unguarded")
 def test_sequences_share_on_in_a_larger_context_when_one_has_lost_its_window(models) -> None:
     """The branch has all that the root has lost: there the root shares with the branch."""
     with LlamaModel(models("MS")) as model, watching() as seen:

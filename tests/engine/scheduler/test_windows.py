@@ -1,20 +1,71 @@
-"""Windowed layers lose cells out of a sequence's window, from the middle too; nobody may begin with such a gap."""
+"""Windowed layers keep all that a sequence has: whoever comes and goes, it is right and can be cut at any place."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from llamakv.engine.llamacpp import LlamaModel
 from llamakv.engine.llamacpp.run import LlamaRun
-from tests.engine.scheduler.cases import watching
-from tests.engine.scheduler.many import ask, check_answers, open_many
-from tests.engine.test_sequence import tokens_of
-
-pytestmark = pytest.mark.slow
+from tests.engine.scheduler.cases import drive, watching
+from tests.engine.scheduler.many import ask, check_account, check_answers, open_many, run_one
+from tests.engine.test_sequence import open_sequence, tokens_of
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_saved_among_others_that_come_and_go_can_be_cut_anywhere(models, seed: int) -> None:
+    """Also where several go at once, share what they have, are brought back, and the context grows."""
+    rng = random.Random(seed)
+    with LlamaModel(models("MS")) as model:
+        scheduler = open_many(model, 6, n_kept=10, n_cells_max=2048)
+        native = scheduler._shared
+        texts = [tokens_of(model, 120, seed=i) for i in range(3)]
+        live: list[LlamaRun] = []
+        done: list[LlamaRun] = []
+        with watching() as seen:
+            for _ in range(150):
+                if len(live) < 6 and rng.random() < 0.5:
+                    n = rng.randrange(1, 120)
+                    tokens = [*rng.choice(texts)[:n], *tokens_of(model, rng.randrange(1, 90), seed=rng.randrange(9))]
+                    live.append(scheduler.submit(ask(tokens, rng.randrange(1, 60))))
+                over = scheduler.step()
+                live = [run for run in live if run not in over]
+                done += over
+                for run in rng.sample(done, min(rng.choice((0, 0, 0, 3)), len(done))):
+                    scheduler.release(run)
+                for cells in native._live:
+                    assert cells.n_cells == 0 or native.native.position_range(cells.seq_id)[0] == 0
+                check_account(scheduler)
+            drive(scheduler, live)
+        kept = [run for run in done if scheduler.has_cells(run) and run.cells.n_cells > 64]
+        assert kept
+        for run in kept:
+            sections = list(scheduler.export(run))
+            full = [len(section.data) for section in sections[:-1]]
+            assert full == [max(full)] * len(full)
+            n = rng.randrange(33, run.cells.n_cells)
+            cut = [replace(s, p_used=min(s.p_used, n)) for s in sections if s.p0 < n]
+            open_sequence(model).restore(list(run.tokens[: n + 1]), cut)
+        check_answers(model, rng.sample(done, 3), seen)
+
+
+def test_sequences_that_go_together_leave_others_what_they_have(models) -> None:
+    """The second goes before anything was decoded since the first one went."""
+    with LlamaModel(models("MS")) as model:
+        scheduler = open_many(model, 4, n_cells_max=512)
+        scheduler._n_read_max = 256
+        runs = [run_one(scheduler, tokens_of(model, n, seed=n), 1) for n in (70, 100, 90)]
+        scheduler.release(runs[0])
+        scheduler.release(runs[1])
+        check_account(scheduler)
+        run_one(scheduler, tokens_of(model, 250, seed=1), 1)
+        assert scheduler._shared.native.position_range(runs[2].cells.seq_id) == (0, 89)
+        check_account(scheduler)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [7, 12])
 def test_answers_are_right_where_copies_of_the_same_answer_are_released(models, seed: int) -> None:
     rng = random.Random(seed)
