@@ -250,6 +250,10 @@ class Scheduler(Protocol):
     def cancel(self, run: Run) -> None:
         """End a run as ``interrupted`` and free its cells."""
 
+    def end(self, run: Run) -> None:
+        """End a run as ``interrupted``. One that is to keep its cells and has written something does; the next step
+        returns it. Any other is cancelled."""
+
     def release(self, run: Run) -> None:
         """Free the cells of a run that kept them."""
 

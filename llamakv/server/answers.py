@@ -17,7 +17,7 @@ from llamakv.engine.contract import Run, RunRequest, Scheduler
 from llamakv.engine.prefix import n_common
 from llamakv.engine.room import no_room
 from llamakv.engine.text import join
-from llamakv.errors import BusyError, LlamakvError
+from llamakv.errors import BusyError, LlamakvError, NoRoomError
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH
 from llamakv.records import Message
@@ -163,7 +163,9 @@ class Answers:
                 places=prompt.places,
             )
             on_over = partial(self._over, prompt, claims[index])
-            jobs.append(Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s))
+            job = Job(request=request, index=index, outbox=outbox, on_over=on_over, deadline_s=deadline_s)
+            job.keeps_when_left = claims[index].is_named
+            jobs.append(job)
         begin = partial(self._begin, ask.space, prompt, claims)
         turn = Turn(key=ask.key, user=ask.user, jobs=jobs, begin=begin, deadline_s=deadline_s)
         for job in jobs:
@@ -187,11 +189,12 @@ class Answers:
             self._loader.scan(ask.space)
         prompt = self._prompts.read(ask)
         if len(prompt.tokens) >= self._room.n_ctx_max:
-            raise no_room(
-                needed=len(prompt.tokens) + 1,
-                used=0,
-                limit=self._room.n_ctx_max,
-                n_ctx_train=self._opened.info.n_ctx_train,
+            n, n_most, n_train = len(prompt.tokens), self._room.n_ctx_max, self._opened.info.n_ctx_train
+            raise NoRoomError(
+                f"the prompt has {n:,} tokens, and a conversation may have {n_most:,}",
+                hint=no_room(needed=n + 1, used=0, limit=n_most, n_ctx_train=n_train).hint,
+                needed=n + 1,
+                limit=n_most,
             )
         with self._conversations.lock:
             if unwanted.is_set():

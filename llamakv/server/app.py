@@ -120,12 +120,25 @@ async def _failed(_: Request, error: Exception) -> Response:
 async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = HttpError(405, f"{request.method} is not for this address", code="method_not_allowed").response()
+        allowed = (error.headers or {}).get("Allow", "")
+        told = f"{request.method} is not for this address, {allowed} is"
+        response = HttpError(405, told, code="method_not_allowed").response()
         response.headers.update(error.headers or {})
         return response
     if error.status_code == 404:
-        return HttpError(404, "nothing is at this address", code="unknown_url").response()
+        told = f"nothing is at this address{_instead(request)}"
+        return HttpError(404, told, code="unknown_url").response()
     return HttpError(error.status_code, "the request cannot be read", code="bad_request").response()
+
+
+def _instead(request: Request) -> str:
+    """What a client may have wanted whose address is nearly one of ours."""
+    path = request.url.path.rstrip("/")
+    known = [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
+    wanted = next((one for one in known if one in (f"/v1{path}", path) or (path.endswith(one) and one != "/")), None)
+    if wanted is not None:
+        return f"; did you mean {wanted}?"
+    return "; of OpenAI's, chats, completions and models are served" if path.startswith("/v1/") else ""
 
 
 async def _gone(_: Request, __: Exception) -> Response:

@@ -41,9 +41,9 @@ def check_may_know_all(client: Client, options: ServeOptions) -> None:
         HttpError: 403.
     """
     if options.metrics_key is None and options.isolate:
-        told = "the metrics are of all keys, which are kept apart: they are for the --metrics-key, which there is not"
+        told = "no key may read the metrics, which add up all of them: start the server with --metrics-key NAME"
     elif options.metrics_key not in (None, client.name):
-        told = "the metrics are told to another key"
+        told = "the metrics are for the key that --metrics-key names"
     else:
         return
     raise HttpError(403, told, code="metrics_not_allowed")

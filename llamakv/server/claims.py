@@ -55,7 +55,7 @@ class Claims:
         if there is not None and prompt.base is not there and not _is_same_talk(there, prompt):
             raise ExistsError(
                 f"session '{name}' is another conversation: it begins with {there.first_text!r}",
-                hint="choose another name, or delete it",
+                hint="send all of its messages before the new one, choose another name, or delete it",
             )
         if there is None and self._loader.is_there(ask.space, name):
             raise ExistsError(

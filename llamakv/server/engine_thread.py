@@ -278,6 +278,9 @@ class EngineThread:
             job.is_cancelled = True
             if job.run is None or job.run not in self._jobs:
                 continue
+            if job.keeps_when_left and job.run.n_generated:
+                self._scheduler.end(job.run)  # it is over with the next step
+                continue
             del self._jobs[job.run]
             self._scheduler.cancel(job.run)
             job.finish_reason = reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 
@@ -18,9 +19,11 @@ class Fields:
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
+        self._known: set[str] = set()
 
     def take(self, name: str) -> object:
         """The field as it is, None if it is not there."""
+        self._known.add(name)
         return self._values.pop(name, None)
 
     def flag(self, name: str) -> bool:
@@ -87,6 +90,10 @@ class Fields:
             raise _wrong_type(name, "an array", value)
         return value
 
+    def _alike(self, name: str) -> str:
+        alike = difflib.get_close_matches(name[:100], sorted(self._known), n=1, cutoff=0.8)
+        return f"; did you mean '{alike[0]}'?" if alike else ""
+
     def close(self, where: str = "") -> None:
         """Refuse all that was not taken.
 
@@ -96,7 +103,7 @@ class Fields:
         for name in self._values:
             raise refuse(
                 f"{where}{name}",
-                f"'{where}{name[:100]}' is not supported by this server",
+                f"'{where}{name[:100]}' is not supported by this server{self._alike(name)}",
                 code="unsupported_parameter",
             )
 

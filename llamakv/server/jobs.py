@@ -141,7 +141,7 @@ class Job:
     ``on_over`` is called once, on the engine thread, before its end is told, with whether the run has its cells; if it
     never began, on any. ``finish_reason`` is why it ended, empty before and where it failed. ``source`` is where cells
     were that it begins with; ``held`` is a kept run that is held until it has begun with that. ``turn`` is the answer
-    that it is a choice of.
+    that it is a choice of. With ``keeps_when_left`` what was written stays also where nobody waits for the rest.
     """
 
     request: RunRequest
@@ -156,6 +156,7 @@ class Job:
     source: str = "memory"
     held: Run | None = None
     turn: Turn | None = None
+    keeps_when_left: bool = False
 
     @property
     def is_waiting(self) -> bool:

@@ -34,7 +34,7 @@ class Queue:
         with self._lock:
             if self.n_outstanding and self.n_outstanding + n > self._n_max:
                 raise BusyError(
-                    f"{self.n_outstanding} answers are under way or wait, which is all that may",
+                    f"the queue is full: {self.n_outstanding} answers are under way or wait",
                     retry_after_s=self._retry_after_s(),
                 )
             self.n_outstanding += n

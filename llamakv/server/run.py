@@ -142,7 +142,8 @@ def run_server(
     if not options.keys and not is_local:
         raise UsageError(
             f"{host} is open to other machines, and there are no API keys",
-            hint=f"head -c 24 /dev/urandom | base64 > keys.txt && llamakv serve --host {host} --api-key-file keys.txt",
+            hint=f"(umask 077; head -c 24 /dev/urandom | base64 > keys.txt) && llamakv serve --host {host} "
+            "--api-key-file keys.txt",
             host=host,
         )
     shown = f"[{host}]" if ":" in host else host

@@ -22,7 +22,7 @@ from llamakv.ops.keeping import Keeper
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH, usable_cells
 from llamakv.ops.requests import Compress, Reporter
-from llamakv.records import Chat
+from llamakv.records import Chat, SectionKind
 from llamakv.server.conversations import Conversation, Conversations
 from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
@@ -321,7 +321,7 @@ class Saver:
                 info = self._saved_ever(one, root)
         if info is None or self._damage.is_in(info):
             return
-        n_cells = min(one.n_settled, usable_cells(info, one.tokens))
+        n_cells = _without_scraps(info, min(one.n_settled, usable_cells(info, one.tokens)))
         if n_cells >= N_WORTH:
             one.n_settled = n_cells
             keeper.begins_with(info)
@@ -373,3 +373,13 @@ class Saver:
         root = self._folders.of(one.space)
         if root is not None and path_of(root, one.name).exists():
             SessionStore(root).remove(str(path_of(root, one.name)))
+
+
+def _without_scraps(info: SessionInfo, n_cells: int) -> int:
+    """As many cells of a session as are worth sharing: a section for the sake of a few of its cells is not, since it is
+    read as a whole."""
+    for section in info.sections:
+        is_last = section.kind is SectionKind.CELLS and section.p0 < n_cells <= section.p_used
+        if is_last and n_cells < min(section.p1, section.p0 + N_WORTH):
+            return section.p0
+    return n_cells

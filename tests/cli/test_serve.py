@@ -111,7 +111,7 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
         "--metrics-key", "ann",
         "--grace", "2.5", "--parallel", "4", "-c", "512", "--cells", "2048", "--prefix-share", "0.25",
         "--max-queue", "0", "--max-connections", "7", "--max-time", "2m", "--max-body", "1MiB", "--max-tokens", "99",
-        "--warm", "rules", "--warm", "more", "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d",
+        "--store", tmp_path / "other", "--max-bytes", "1GB", "--ttl", "7d",
         "--type-k", "q8_0", "--flash-attn", "on", "-t", "1",
     )  # fmt: skip
     assert (ran.status, ran.err.count("warning")) == (0, 0)
@@ -125,9 +125,15 @@ def test_options_are_passed_on(asked: Asked, run: Callable[..., Ran], model: Pat
     request = asked.request
     assert request is not None
     assert (request.n_ctx, request.n_cells, request.n_sequences, request.n_waiting_max) == (512, 2048, 4, 0)
-    assert (request.prefix_share, request.warm, request.store) == (0.25, ("rules", "more"), tmp_path / "other")
+    assert (request.prefix_share, request.warm, request.store) == (0.25, (), tmp_path / "other")
     assert (request.max_bytes, request.ttl_s, request.n_threads, request.isolate) == (10**9, 7 * 86400.0, 1, True)
     assert (request.memory.type_k, request.memory.type_v, request.memory.flash_attn) == ("q8_0", "f16", True)
+
+
+def test_sessions_are_warmed(asked: Asked, run: Callable[..., Ran], model: Path) -> None:
+    assert run("serve", "-m", model, "--warm", "rules", "--warm", "more").status == 0
+    assert asked.request is not None
+    assert asked.request.warm == ("rules", "more")
 
 
 def test_keys_may_come_from_the_environment(
@@ -150,6 +156,7 @@ def test_nothing_is_stored_without_a_store(asked: Asked, run: Callable[..., Ran]
     [
         (("--no-store", "--store", "x"), "--store needs a store, and --no-store means none"),
         (("--no-store", "--warm", "x"), "--warm needs a store, and --no-store means none"),
+        (("--isolate", "--warm", "x"), "--warm has sessions in memory that are nobody's own"),
         (("--isolate",), "--isolate keeps API keys apart, and there are none"),
         (("--metrics-key", "ann"), "no API key is called 'ann', there are: none"),
         (("--port", "65536"), "65536 is more than 65535"),
@@ -203,7 +210,7 @@ def test_keys_that_can_be_read_or_guessed_are_warned_of(asked: Asked, run: Calla
 
 def test_it_says_when_it_is_ready_and_what_was_done(asked: Asked, run: Callable[..., Ran], model: Path) -> None:
     assert run("serve").err.splitlines() == [
-        "serving tiny on http://127.0.0.1:8080 · 400 cells · 8 conversations at once",
+        "serving tiny on http://127.0.0.1:8080 · room for 400 tokens in memory, of 8 conversations at most",
         "stopped · 750 of 1,000 prompt tokens reused (75 %) · 77 generated · 5 saves",
     ]
 
@@ -346,7 +353,8 @@ def test_other_machines_are_not_served_without_keys_and_no_model_is_looked_for(h
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: 0.0.0.0 is open to other machines, and there are no API keys",
-        "hint: head -c 24 /dev/urandom | base64 > keys.txt && llamakv serve --host 0.0.0.0 --api-key-file keys.txt",
+        "hint: (umask 077; head -c 24 /dev/urandom | base64 > keys.txt) && "
+        "llamakv serve --host 0.0.0.0 --api-key-file keys.txt",
     ]
 
 

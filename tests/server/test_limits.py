@@ -137,6 +137,28 @@ def test_wrong_addresses_and_methods_are_error_objects(client: TestClient, metho
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/chat/completions", "nothing is at this address; did you mean /v1/chat/completions?"),
+        ("/api/v1/models", "nothing is at this address; did you mean /v1/models?"),
+        ("/v1/embeddings", "nothing is at this address; of OpenAI's, chats, completions and models are served"),
+        ("/nothing", "nothing is at this address"),
+    ],
+)
+def test_who_is_at_a_wrong_address_is_told_of_the_right_one(client: TestClient, path: str, told: str) -> None:
+    assert client.post(path, json=CHAT).json()["error"]["message"] == told
+
+
+def test_who_uses_a_wrong_method_is_told_of_the_right_one(client: TestClient) -> None:
+    assert client.get(PATH).json()["error"]["message"] == "GET is not for this address, POST is"
+
+
+def test_a_parameter_with_a_slip_is_told_as_it_should_be(client: TestClient) -> None:
+    told = client.post(PATH, json={**CHAT, "temprature": 1}).json()["error"]["message"]
+    assert told == "'temprature' is not supported by this server; did you mean 'temperature'?"
+
+
 def test_the_page_is_served_with_types_and_may_load_nothing_foreign(client: TestClient) -> None:
     for path, kind in [("/", "text/html"), ("/app.js", "text/javascript"), ("/static/style.css", "text/css")]:
         answer = client.get(path)

@@ -16,6 +16,7 @@ from llamakv.server import jobs
 from llamakv.server.contract import Ask
 from llamakv.server.jobs import UnreadError
 from llamakv.server.service import LlamaService
+from llamakv.store.session_file import read_session
 from tests.ops.driver import GREEDY as GREEDY_OPTIONS
 from tests.ops.driver import Driver
 from tests.server.service_driver import AT_ONCE_S, ENDLESS, GREEDY, LONG, Heard, answer_to, chat, open_for, said
@@ -291,6 +292,35 @@ def test_a_cancelled_answer_frees_its_cells_and_others_go_on(model_path: Path) -
 
     with open_for(model_path, None) as service:
         run(service, act)
+
+
+def test_of_a_named_conversation_what_was_said_is_kept_when_its_user_leaves(model_path: Path, tmp_path: Path) -> None:
+    endless = replace(GREEDY, max_tokens=3000)
+
+    async def act(service: LlamaService) -> None:
+        leaving = await service.ask(chat("one", session="talk", sampling=endless))
+        text = ""
+        async for piece in leaving.pieces():
+            text += piece.text
+            if len(text) > 40:
+                break
+        leaving.cancel()
+        await until(lambda: service.counts.n_active + service.counts.n_waiting == 0)
+        (line,) = await service.sessions("")
+        assert (line.name, line.n_turns, line.is_active) == ("talk", 1, False)
+        words = service._conversations.get("", "talk")
+        assert words is not None
+        assert words.messages[-1].content.startswith(text)
+        assert words.messages[-1].finish == "interrupted"
+        again = await answer_to(service, chat("one", words.messages[-1].content, "and then?", session="talk"))
+        assert again.usage.n_cached == line.n_tokens - 1
+        assert (await service.save("talk", None, "")).is_saved
+
+    with open_for(model_path, tmp_path / "store") as service:
+        run(service, act)
+    chat_saved = read_session(tmp_path / "store" / "talk.bin").record.chat
+    messages = chat_saved.messages if chat_saved is not None else ()
+    assert [message.finish for message in messages if message.role == "assistant"] == ["interrupted", "length"]
 
 
 def test_an_answer_that_waits_can_be_cancelled(model_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from llamakv.errors import NoRoomError, UsageError, WriteError
 from llamakv.ops.checking import verify_store
+from llamakv.ops.prefixes import N_WORTH
 from llamakv.server.service import LlamaService
 from llamakv.server.sizes import Room, choose_room, n_cells_first, n_to_pin
 from llamakv.store.session_file import read_session
@@ -82,6 +83,21 @@ def test_a_prefix_of_many_is_written_once(model_path: Path, store: Path) -> None
         run(service, act)
     first = [read_session(store / f"s{n}.bin").sections[0].digest for n in range(4)]
     assert len(set(first)) == 1
+
+
+def test_no_section_is_shared_for_the_sake_of_a_few_of_its_cells(model_path: Path, store: Path) -> None:
+    """Each has a few cells more in common with the one before than the beginning of all."""
+
+    async def act(service: LlamaService) -> None:
+        for n in range(1, 5):
+            await answer_to(service, chat("go on " * n + f"to the station number {n}", session=f"s{n}"))
+            await service.save(f"s{n}", None, "")
+
+    with open_for(model_path, store) as service:
+        run(service, act)
+    sections = [section for n in range(1, 5) for section in read_session(store / f"s{n}.bin").sections]
+    assert len({section.digest for section in sections}) < len(sections)  # some are shared
+    assert min(section.p_used - section.p0 for section in sections if section.p_used < section.p1) >= N_WORTH
 
 
 def test_a_quick_next_turn_is_saved_once(model_path: Path, store: Path) -> None:

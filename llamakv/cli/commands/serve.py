@@ -67,6 +67,11 @@ def serve(
     if room.no_store and (store.store is not None or room.warm):
         option = "--store" if store.store is not None else "--warm"
         raise UsageError(f"{option} needs a store, and --no-store means none", hint="leave one of them out")
+    if server.isolate and room.warm:
+        raise UsageError(
+            "--warm has sessions in memory that are nobody's own, and --isolate keeps all keys from them",
+            hint="leave one of them out",
+        )
     options = _options(output, server, limits)
     stops = _Stops(output)
     with running(output) as reporter:
@@ -229,7 +234,8 @@ def _keys(output: Output, file: str | None) -> dict[str, str]:
             output.warning(f"line {number} of {where}: a key of {len(key)} characters may be guessed")
         keys[name] = key
     if file is not None and not keys:
-        raise UsageError(f"{where} holds no key", hint=f"head -c 24 /dev/urandom | base64 > {file}", path=where)
+        make_one = f"(umask 077; head -c 24 /dev/urandom | base64 > {file})"
+        raise UsageError(f"{where} holds no key", hint=make_one, path=where)
     return keys
 
 
@@ -246,8 +252,8 @@ def _tell_ready(output: Output, ready: Ready) -> None:
         )
     if not output.json:
         output.note(
-            f"serving {ready.model.name} on {ready.url} · {counts.n_cells_max:,} cells · "
-            f"{counts.n_sequences_max:,} conversation{'s' * (counts.n_sequences_max != 1)} at once"
+            f"serving {ready.model.name} on {ready.url} · room for {counts.n_cells_max:,} tokens in memory, of "
+            f"{counts.n_sequences_max:,} conversation{'s' * (counts.n_sequences_max != 1)} at most"
         )
         return
     output.stream_line(
@@ -275,7 +281,7 @@ def _conclude(output: Output, served: Served, stops: _Stops) -> None:
         share = f" ({math.floor(100 * n_reused / counts.n_prompt_tokens)} %)" if counts.n_prompt_tokens else ""
         output.note(
             f"stopped · {n_reused:,} of {counts.n_prompt_tokens:,} prompt tokens reused{share} · "
-            f"{counts.n_generated:,} generated · {counts.n_saves:,} saves"
+            f"{counts.n_generated:,} generated · {counts.n_saves:,} save{'s' * (counts.n_saves != 1)}"
         )
     data: dict[str, Json] = {
         "model": served.model.name,

@@ -161,6 +161,15 @@ class LlamaScheduler(RunsKept):
                 self._active.remove(own)
             self._free(own)
 
+    def end(self, run: Run) -> None:
+        """End a run as interrupted, and keep what it has written; see the contract."""
+        own = self.own(run)
+        with self.lock:
+            if own.n_generated and own in self._active and own.request is not None and own.request.keeps_cells:
+                own.end("interrupted")  # the next step takes it away
+            else:
+                self.cancel(own)
+
     def release(self, run: Run) -> None:
         """Free the cells of a run that kept them.
 
