@@ -278,7 +278,7 @@ class EngineThread:
             job.is_cancelled = True
             if job.run is None or job.run not in self._jobs:
                 continue
-            if job.keeps_when_left and job.run.n_generated:
+            if job.keeps_when_left and job.run.n_generated and reason == "interrupted":
                 self._scheduler.end(job.run)  # it is over with the next step
                 continue
             del self._jobs[job.run]
