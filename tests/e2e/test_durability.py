@@ -398,6 +398,7 @@ def test_a_session_that_was_replaced_between_two_turns_stays_and_the_chat_goes_b
     assert asked(program.folder / "s-2.bin") == ["tell me", "more", "first", "second"]
 
 
+@pytest.mark.slow
 def test_reading_while_another_process_saves_gives_the_session_of_one_moment(program: Program, session: Path) -> None:
     n_before = len(asked(session))
     process = program.start("chat", *GREEDY, "--resume", session)

@@ -430,6 +430,7 @@ json_keys = st.sampled_from(KEYS.split(", ")) | st.text(max_size=4)
 @given(st.dictionaries(json_keys, json_values, max_size=4), st.sampled_from([None, "{prompt}", "{a} {id}"]))
 @example({"prompt": "a", "stop": ["\ud800"]}, None)
 @example({"a": float("nan")}, "{a} {id}")
+@pytest.mark.slow
 def test_any_json_line_is_taken_or_refused_and_what_is_taken_can_be_used(values: dict, template: str | None) -> None:
     prompts, message = outcome(json.dumps(values), "q.jsonl", template)
     assert (len(prompts), message[:16]) in [(1, ""), (0, "q.jsonl line 1: ")]

@@ -92,6 +92,7 @@ def check(saved: dict[str, Saved], space: int, prompt: Sequence[int], hint: Pref
 
 @settings(max_examples=60)
 @given(steps=STEPS)
+@pytest.mark.slow
 def test_the_hint_is_as_good_as_the_best_session(steps: list[tuple[str, Saved | None, list[int]]]) -> None:
     saved: dict[str, Saved] = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

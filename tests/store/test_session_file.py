@@ -88,6 +88,7 @@ def test_a_single_pending_token_has_no_sections(path, kind):
     assert read_all(path) == []
 
 
+@pytest.mark.slow
 def test_a_text_that_compresses_a_thousandfold_comes_back_and_one_over_the_limit_is_refused(path):
     record = dataclasses.replace(make_record(1), text="ab" * 3_000_000)
     create_session(path, record, [])
@@ -355,6 +356,7 @@ print((peak("VmHWM") - n_before) / n_bytes)
 """
 
 
+@pytest.mark.slow
 def test_saving_takes_the_memory_of_less_than_eight_sections(path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", _SAVING, path]

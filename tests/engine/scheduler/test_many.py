@@ -88,6 +88,7 @@ def test_a_conversation_takes_over_its_own_last_turn_when_all_sequences_are_in_u
     check_account(scheduler)
 
 
+@pytest.mark.slow
 def test_looking_for_the_beginning_among_128_kept_runs_is_cheap(dense: LlamaModel) -> None:
     """Most of the time goes into the runs that really have something in common."""
     text = tokens_of(dense, 2000)
