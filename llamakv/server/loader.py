@@ -112,9 +112,12 @@ class Loader:
 
     def make_ready(self, space: str) -> None:
         """Have looked at what a store has, so that nobody waits for that."""
+        from llamakv.store import codec
         from llamakv.store.cache import StoreCache  # late: SQLite is not needed without a store
 
         root = self._folders.of(space)
+        if root is not None:
+            codec.make_ready()
         if root is not None and root.is_dir():
             with contextlib.suppress(LlamakvError), StoreCache(root) as cache:
                 cache.longest_prefix(self._space, (0, 0))
