@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -43,20 +45,27 @@ async def _save_all(url: str) -> None:
 
 
 def test_time_to_first_token_of_a_known_prefix(smollm2_path: Path, tmp_path: Path) -> None:
+    """The same questions of a live prefix, and each of one that a server which was just started has in its store."""
     colds: list[Answer] = []
     stored: list[Answer] = []
     live: list[Answer] = []
-    for number in range(2):
-        folder = tmp_path / str(number)
-        with serving(smollm2_path, folder, n_threads=2) as server:
-            asyncio.run(_ask(server.url, {"prompt": "Hello", "max_tokens": 2}))  # what a first request costs besides
-            colds.append(asyncio.run(_ask(server.url, _question(0))))
-            live += [asyncio.run(_ask(server.url, _question(n))) for n in range(1, 1 + N_TIMES)]
-            asyncio.run(_save_all(server.url))
+    hello = {"prompt": "Hello", "max_tokens": 2}  # what a first request costs besides
+    questions = [_question(number) for number in range(1, 1 + N_TIMES)]
+    with serving(smollm2_path, tmp_path / "first", n_threads=2) as server:
+        asyncio.run(_ask(server.url, hello))
+        colds.append(asyncio.run(_ask(server.url, _question(0))))
+        asyncio.run(_save_all(server.url))
+        server.stop()
+    for number, question in enumerate(questions):
+        shutil.copytree(tmp_path / "first" / "store", tmp_path / str(number) / "store")
+        with serving(smollm2_path, tmp_path / str(number), n_threads=2) as server:
+            asyncio.run(_ask(server.url, hello))
+            stored.append(asyncio.run(_ask(server.url, question)))
             server.stop()
-        with serving(smollm2_path, folder, n_threads=2) as server:
-            asyncio.run(_ask(server.url, {"prompt": "Hello", "max_tokens": 2}))
-            stored.append(asyncio.run(_ask(server.url, _question(99))))
+    with serving(smollm2_path, tmp_path / "second", n_threads=2) as server:
+        asyncio.run(_ask(server.url, hello))
+        colds.append(asyncio.run(_ask(server.url, _question(0))))
+        live += [asyncio.run(_ask(server.url, question)) for question in questions]
     cold_s, live_s, stored_s = (statistics.median(one.first_s for one in some) for some in (colds, live, stored))
     show(
         f"time to first token, {colds[0].n_prompt:,} tokens of prompt, SmolLM2 (medians; target: 20 x less)",
@@ -68,31 +77,34 @@ def test_time_to_first_token_of_a_known_prefix(smollm2_path: Path, tmp_path: Pat
     )
     assert {one.source for one in live} == {"memory"}
     assert {one.source for one in stored} == {"store"}
-    assert max(_evaluated(live), _evaluated(stored)) < 24
+    assert max(answer.n_prompt - answer.n_cached for answer in live + stored) < 24
 
 
-def _evaluated(answers: list[Answer]) -> int:
-    return max(answer.n_prompt - answer.n_cached for answer in answers)
+def _evaluated(answers: list[Answer]) -> str:
+    numbers = [answer.n_prompt - answer.n_cached for answer in answers]
+    return f"{min(numbers)} to {max(numbers)}"
 
 
 async def _ask_all(url: str) -> tuple[float, int]:
-    """All prompts by 16 clients; returns seconds and tokens written."""
+    """All prompts by 16 clients; returns seconds and tokens written. A client takes 50 ms to be made, for what it knows
+    of certificates, which is not the server's."""
     numbers = list(range(N_PROMPTS))
     n_written = 0
 
-    async def be_client() -> None:
+    async def be_client(client: Client) -> None:
         nonlocal n_written
-        async with Client(url) as client:
-            while numbers:
-                n = numbers.pop(0)
-                prompt = f"{PREFIX}\n{n}. {PROMPTS[n % len(PROMPTS)]}\n"
-                answer = await client.ask({"prompt": prompt, "max_tokens": N_WRITTEN, "temperature": 0})
-                assert (answer.status, answer.error) == (200, "")
-                n_written += answer.n_generated
+        while numbers:
+            n = numbers.pop(0)
+            prompt = f"{PREFIX}\n{n}. {PROMPTS[n % len(PROMPTS)]}\n"
+            answer = await client.ask({"prompt": prompt, "max_tokens": N_WRITTEN, "temperature": 0})
+            assert (answer.status, answer.error) == (200, "")
+            n_written += answer.n_generated
 
-    started = time.perf_counter()
-    await asyncio.gather(*(be_client() for _ in range(N_CLIENTS)))
-    return time.perf_counter() - started, n_written
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(url)) for _ in range(N_CLIENTS)]
+        started = time.perf_counter()
+        await asyncio.gather(*(be_client(client) for client in clients))
+        return time.perf_counter() - started, n_written
 
 
 def test_serving_16_clients_keeps_up_with_fork(smollm2_path: Path, tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_serving_16_clients_keeps_up_with_fork(smollm2_path: Path, tmp_path: Pat
     }
     served: list[float] = []
     forked: list[float] = []
-    for number in range(2):  # in turn: another program may meet one of them only
+    for number in range(3):  # in turn: another program may meet one of them only
         found = run("batch", module="tests.real.fork_worker", **job)
         forked.append(found["generated"] / (found["fork_s"] - found["prefill_s"]))
         with serving(smollm2_path, tmp_path / str(number), n_threads=2) as server:
@@ -119,7 +131,7 @@ def test_serving_16_clients_keeps_up_with_fork(smollm2_path: Path, tmp_path: Pat
         [
             ("fork, 16 at once", ", ".join(f"{one:.1f}" for one in forked) + " tokens/s"),
             ("serve, 16 clients", ", ".join(f"{one:.1f}" for one in served) + " tokens/s"),
-            ("ratio", ", ".join(f"{one:.2f}" for one in ratios)),
+            ("ratio", ", ".join(f"{one:.2f}" for one in ratios) + f"; of all {sum(served) / sum(forked):.2f}"),
         ],
     )
     # printed, not asserted: runs take turns, and another program may meet one of them only
