@@ -35,7 +35,7 @@ Browser = Any
 
 
 def test_the_page_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 26_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 28_000
     assert sorted(path.name for path in PAGE.iterdir()) == ["app.js", "index.html", "style.css"]
 
 
@@ -95,6 +95,7 @@ class Page:
 
     def __init__(self, browser: Browser, url: str) -> None:
         self.browser = browser
+        self.url = url
         browser.get_log("browser")
         browser.get(url)
 
@@ -322,6 +323,64 @@ def test_a_saved_conversation_is_resumed_forked_saved_pinned_and_deleted(page: P
 
 
 @pytest.mark.slow
+def test_a_conversation_is_there_again_after_a_reload_and_behind_back(page: Page, service: KeepingService) -> None:
+    page.type("hello", "\n")
+    page.becomes("#log article > div", "hello", "Good day.")
+    name = str(service.asks[0].session)
+    assert page.browser.current_url.endswith(f"/#{name}")
+    service.messages = {name: MESSAGES[1:3], "plan: läuft #1": MESSAGES}
+    page.browser.refresh()
+    page.becomes("#log article > div", "What is on?", "A play.")
+    page.becomes("#name", name)
+    page.type("more", "\n")
+    page.until(lambda: len(service.asks), lambda n: n == 2)
+    assert service.asks[1].session == name
+    assert [message.content for message in service.asks[1].prompt] == ["What is on?", "A play.", "more"]  # type: ignore[union-attr]
+
+    service.lines["plan: läuft #1"] = line("plan: läuft #1")
+    page.one_line("plan: läuft #1").find_element("class name", "open-it").click()
+    page.becomes("#name", "plan: läuft #1")
+    page.browser.refresh()
+    page.becomes("#log article > div", *(message["content"] for message in MESSAGES))
+    page.browser.back()
+    page.becomes("#name", name)
+    page.one("#new").click()
+    page.becomes("#log article > div")
+    assert page.browser.current_url.endswith("/")
+    assert page.complaints() == []
+
+
+@pytest.mark.slow
+def test_an_address_of_no_conversation_is_told(page: Page, service: KeepingService) -> None:
+    for name in ("gone", "%E0%A4%A", "plan"):
+        page.browser.get("about:blank")
+        page.browser.get(f"{page.url}#{name}")
+        page.becomes("#name", "New conversation")
+        if name != "%E0%A4%A":  # which is no name at all
+            page.becomes("#error", f"session '{name}' does not exist")
+            assert page.browser.current_url == f"{page.url}/"
+    service.lines["plan"] = line("plan")
+    service.messages["plan"] = MESSAGES
+    page.browser.get(f"{page.url}#plan")
+    page.becomes("#log article > div", *(message["content"] for message in MESSAGES))
+    assert page.texts("#error") == [""]
+
+
+@pytest.mark.slow
+def test_what_is_still_being_answered_for_this_tab_is_waited_for(page: Page, service: KeepingService) -> None:
+    service.lines["plan"] = line("plan", is_active=True)
+    service.messages["plan"] = MESSAGES[:2]
+    page.browser.get("about:blank")
+    page.browser.get(f"{page.url}#plan")
+    page.one_line("plan")
+    time.sleep(1.0)
+    assert page.texts("#log article > div") == []
+    service.messages["plan"] = MESSAGES[:3]
+    service.lines["plan"] = line("plan")
+    page.becomes("#log article > div", *(message["content"] for message in MESSAGES[:3]))
+
+
+@pytest.mark.slow
 def test_a_dialog_that_is_left_does_nothing(page: Page, service: KeepingService) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -386,7 +445,14 @@ def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, service: Keepi
         page.type("hello", "\n")
         page.becomes("#log article > div", "hello", "Good day.")
         assert browser.execute_script("return localStorage.length") == 0
+        service.messages["plan"] = MESSAGES
+        browser.get(f"{url}#plan")
+        page.becomes("#log article > div", *(message["content"] for message in MESSAGES))
+        browser.execute_script("sessionStorage.clear()")
         browser.refresh()
+        assert page.until(lambda: page.shows("#key"), bool)
+        page.one("#key-text").send_keys("right-key\n")
+        page.becomes("#log article > div", *(message["content"] for message in MESSAGES))
         page.becomes("#sessions b", "plan", str(service.asks[0].session))
         browser.get("about:blank")
 

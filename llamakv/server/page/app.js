@@ -61,6 +61,7 @@ at("key").addEventListener("submit", (event) => {
   at("key").hidden = true;
   tell("");
   poll();
+  openNamed();
 });
 
 // ---- the conversation
@@ -68,6 +69,7 @@ at("key").addEventListener("submit", (event) => {
 /** A conversation; it has no name before its first message. `answer` is under way, `control` stops it. */
 const conversation = (name = null, messages = []) => ({ name, messages, answer: null, control: null });
 
+const N_LOOKS = 10; // at most, for an answer to end that this tab was given before it was loaded again
 const known = new Map(); // conversations of this tab, by name
 let open = conversation();
 
@@ -138,12 +140,48 @@ function showName() {
 /** Turn to a conversation; an answer under way elsewhere goes on. */
 function turnTo(one) {
   open = one;
+  showAddress("pushState");
   at("system").value = one.messages[0]?.role === "system" ? one.messages[0].content : "";
   tell("");
   show();
   showSide(false);
   at("text").focus();
 }
+
+// The address ends in the open conversation's name, so that it is there again after a reload, and can be linked to.
+
+function nameInAddress() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch { // not one of ours
+    return "";
+  }
+}
+
+function showAddress(how) {
+  const name = open.name ?? "";
+  if (nameInAddress() !== name) {
+    history[how](null, "", location.pathname + location.search + (name && `#${encodeURIComponent(name)}`));
+  }
+}
+
+async function openNamed() {
+  const name = nameInAddress();
+  if (name === (open.name ?? "")) return;
+  await poll();
+  for (let i = 0; i < N_LOOKS && lines.get(name)?.session.is_active && !known.has(name); i += 1) {
+    await new Promise((resolve) => { setTimeout(resolve, 500); });
+    await poll();
+  }
+  if (nameInAddress() !== name) return; // somebody turned elsewhere meanwhile
+  try {
+    await (name ? resume(name) : turnTo(conversation()));
+  } catch (error) {
+    if (error.status !== 401) turnTo(conversation()); // which is called again with a key
+    failed(error);
+  }
+}
+addEventListener("popstate", openNamed);
 
 async function resume(name) {
   if (!lines.get(name)?.session.n_cells_live) await call("POST", pathOf(name, "resume"));
@@ -164,6 +202,7 @@ async function send() {
   one.messages.push({ role: "user", content: text });
   one.name ??= newName();
   known.set(one.name, one);
+  showAddress("replaceState");
   const answer = one.answer = { role: "assistant", content: "", facts: "" };
   const control = one.control = new AbortController();
   at("text").value = "";
@@ -186,7 +225,10 @@ async function send() {
       one.name = null;
     }
   }
-  if (open === one) show();
+  if (open === one) {
+    showAddress("replaceState");
+    show();
+  }
   poll();
 }
 
@@ -433,5 +475,7 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) poll();
 });
 
-turnTo(open);
+show();
+at("text").focus();
 poll();
+openNamed();
