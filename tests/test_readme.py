@@ -61,6 +61,7 @@ def test_the_exit_statuses_are_those_of_the_errors() -> None:
     assert {item.exit_status for item in classes} <= table
 
 
+@pytest.mark.slow
 def test_a_document_is_read_once_and_asked_twice(models, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 30)
     script, model = str(ROOT / "examples" / "ask_a_document.sh"), str(models("ME"))
@@ -189,6 +190,7 @@ def test_a_classification_that_was_interrupted_goes_on(example) -> None:
 QUESTIONS = 'Who?\r\n\nWhat, "this" or \\that\\?\nWho?\nWo wohnt Frau Öberg?'
 
 
+@pytest.mark.slow
 def test_a_list_of_questions_is_answered_in_pairs(example) -> None:
     done = example("question_list", "text.txt", "list.txt", text="The quick brown fox. " * 30, list=QUESTIONS).first
     assert is_read_again(done)
@@ -284,6 +286,7 @@ def test_the_demo_model_finds_the_best_of_nine(tmp_path: Path) -> None:
     assert votes["Paris"] == max(votes.values())
 
 
+@pytest.mark.slow
 def test_the_ways_on_share_their_beginning(models, tmp_path: Path) -> None:
     script, store = str(ROOT / "examples" / "what_if.sh"), tmp_path / "store"
     given = {"LLAMAKV_MODEL": str(models("ME")), "LLAMAKV_STORE": str(store)}

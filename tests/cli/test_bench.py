@@ -354,6 +354,7 @@ def test_a_plot_is_drawn_into_a_file_or_below_the_tables(run: Callable[..., Ran]
     assert "\x1b" not in out
 
 
+@pytest.mark.slow
 def test_a_type_cut_short_is_drawn_without_the_panels_it_has_nothing_for(
     run: Callable[..., Ran], fake: Fake, home: Path
 ) -> None:

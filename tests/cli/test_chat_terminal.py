@@ -213,6 +213,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_leaves_an_empty_one(chat: Call
     assert "error" not in last
 
 
+@pytest.mark.slow
 def test_a_system_prompt_nothing_was_said_under_is_not_lost_in_silence(chat: Callable[..., Screen]) -> None:
     screen = chat("--save", "s.bin", *FEW)
     screen.prompt()
@@ -278,6 +279,7 @@ def test_quiet_shows_the_reply_and_nothing_else(chat: Callable[..., Screen]) -> 
     assert screen.leave()[0] == 0
 
 
+@pytest.mark.slow
 def test_what_was_typed_is_remembered_for_its_user_only(chat: Callable[..., Screen], home: Path) -> None:
     screen = chat(*FEW)
     screen.prompt()

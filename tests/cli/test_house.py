@@ -365,6 +365,7 @@ class TestVerify:
         assert ran.status == 0
         assert ran.err.startswith("2 sections of no session: ")
 
+    @pytest.mark.slow
     def test_progress_is_shown_on_a_terminal(self, store: Path, home: Path) -> None:
         script = (
             "import sys, time; from llamakv.cli import app; from llamakv.store import checking; "

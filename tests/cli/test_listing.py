@@ -237,6 +237,7 @@ def test_of_two_sessions_with_one_id_the_newest_is_the_parent(home: Path) -> Non
     assert _tree_names(home / "store") == [("new", 0), ("child", 1), ("old", 0)]
 
 
+@pytest.mark.slow
 def test_a_line_of_thousands_of_branches_is_drawn(run: Callable[..., Ran], home: Path) -> None:
     root = home / "store"
     for index in range(1000):

@@ -132,6 +132,7 @@ def test_panels_and_a_map_show_their_numbers(tmp_path: Path) -> None:
     assert "stored, shared with others" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["SVG", "png"])
 def test_the_same_plot_is_the_same_file(tmp_path: Path, ending: str) -> None:
     for name in ("a", "b"):

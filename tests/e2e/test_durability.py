@@ -189,6 +189,7 @@ def test_a_terminated_chat_keeps_its_finished_turns(program: Program, session: P
 # ---------------------------------------------------------------- nowhere to write
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_session_byte_for_byte_and_nothing_beside_it(program: Program, session: Path) -> None:
     before, n = session.read_bytes(), session.stat().st_size
     for limit in (n - 100, n + 3000):
@@ -366,6 +367,7 @@ def opened(program: Program, session: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_of_two_chats_with_one_session_the_second_to_save_goes_beside_it(program: Program, session: Path) -> None:
     chats = []
     for n_turns in (3, 4):

@@ -61,6 +61,7 @@ def test_a_schema_with_too_many_ways_is_refused() -> None:
         check_grammar(schema_grammar(schema))
 
 
+@pytest.mark.slow
 def test_a_grammar_that_doubles_with_each_token_ends_its_run(models) -> None:
     with LlamaModel(models("M")) as model:
         (token,) = model.tokenize("a", add_special=False, parse_special=False)[-1:]

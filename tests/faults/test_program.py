@@ -221,6 +221,7 @@ def test_brackets_in_text_and_names_are_printed_as_they_are(run: Callable[..., R
     assert run("load", path, "-p", "[/x]", *force(home, text)).out == f"{text}\n"
 
 
+@pytest.mark.slow
 def test_characters_of_several_tokens_arrive_whole(run: Callable[..., Ran], home: Path, model: Path) -> None:
     # B86: as UTF-8, and (B93) replaced where the output cannot show them
     text = "🙂数é"
@@ -262,6 +263,7 @@ def test_only_answers_are_on_stdout_and_engine_lines_need_v(
     assert run("load", raw_file, *FEW, "--json", "-v").document["data"]["reused"] == 899
 
 
+@pytest.mark.slow
 def test_without_a_terminal_nothing_is_coloured_or_redrawn(
     process: Callable[..., Ran], home: Path, model: Path
 ) -> None:

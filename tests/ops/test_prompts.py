@@ -453,6 +453,7 @@ def check_is_unicode(prompt: Prompt) -> None:
     assert all(content.encode() is not None for _, content in prompt.messages)
 
 
+@pytest.mark.slow
 @given(st.text(), st.sampled_from(["q.txt", "q.jsonl", "q.csv", "q.tsv"]), st.none() | st.text(max_size=12))
 @example("\n\n", "q.csv", None)
 @example('"', "q.csv", "{a}")

@@ -272,6 +272,7 @@ def check_same(one: Said, alone: Said) -> None:
     assert one.text == alone.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["M", "MH"])
 def test_long_answers_of_one_user_do_not_keep_another_waiting(
     models: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch

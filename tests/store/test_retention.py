@@ -252,6 +252,7 @@ prune(Path(sys.argv[1]), Rules(last=2), Reporter())
 """
 
 
+@pytest.mark.slow
 def test_pruning_that_is_killed_leaves_whole_sessions_and_the_next_one_finishes(root):
     names = ["a", "b", "c", "d", "e"]
     seen = set()

@@ -48,6 +48,7 @@ def check_goes_on(root):
     assert left_over(root) == []
 
 
+@pytest.mark.slow
 def test_for_seconds(tmp_path):
     root = tmp_path / "store"
     answer = run(root, SHORT_S, 1)

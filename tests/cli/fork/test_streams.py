@@ -195,6 +195,7 @@ def test_an_interruption_says_how_to_go_on(process: Run, questions: Path) -> Non
     assert done["errors"][0]["hint"].endswith("--skip-done FILE >> FILE, where FILE holds what is out")
 
 
+@pytest.mark.slow
 def test_killed_the_lines_that_are_there_stay_and_the_rest_comes(
     questions: Path, uninterrupted: dict[object, str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_one_that_dies_takes_the_others_along() -> None:
 # ---------------------------------------------------------------- kill -9
 
 
+@pytest.mark.slow
 def test_processes_end_with_a_parent_that_is_killed() -> None:
     code = (
         "from llamakv.ops.bench.processes import Job, run_together\n"

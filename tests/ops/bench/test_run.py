@@ -64,6 +64,7 @@ class Silent:
 # ---------------------------------------------------------------- all of it
 
 
+@pytest.mark.slow
 def test_each_pair_has_a_row_in_its_order_and_a_refused_one_says_why(ask: Ask) -> None:
     results: list[BenchResult] = []
     steps: list[tuple[str, int, int]] = []
@@ -204,6 +205,7 @@ def test_interrupted_it_returns_what_was_measured(ask: Ask) -> None:
     assert left_behind(request) == ([], [])
 
 
+@pytest.mark.slow
 def test_interrupted_in_a_long_prefill_it_stops_at_once(ask: Ask) -> None:
     seen: list[int] = []
     reporter = Reporter(

@@ -180,6 +180,7 @@ def test_memory_holds_what_the_contexts_and_the_weights_take(rows: dict[str, Str
 # ---------------------------------------------------------------- when it does not go well
 
 
+@pytest.mark.slow
 def test_a_strategy_that_cannot_be_run_says_why_and_the_others_go_on(model_path: Path, tmp_path: Path) -> None:
     told = Told()
     result = measure(model_path, tmp_path, told, n_ctx=512, names=("none", "in-process"), memory_limit_bytes=1)
