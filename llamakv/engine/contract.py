@@ -204,10 +204,14 @@ class Scheduler(Protocol):
     its space that its tokens begin with, be it the root, a run under way or one that was kept; while another reads what
     both begin with, it waits for that, and others behind it may pass. Kept runs that were let go of make room for
     others, the one used longest ago first, and only where that makes enough. While some may still be let go of, a run
-    that lacks room waits for that (see ``shortage``). No long prompt keeps others from reading or writing. Recurrent
-    states are shared at the end of a sequence only: so copies are kept of them at the ``places`` that requests tell, as
-    runs that may go like others, where there is a sequence for one. What is released takes those along that nobody else
-    begins with.
+    that lacks room waits for that (see ``shortage``). No long prompt keeps others from reading or writing. Where runs
+    are decoded together, one begins when there are cells for its prompt and some hundred tokens more, since few become
+    as long as they may: when cells run out after all, those that stand still and the latest give theirs to the first,
+    and read their tokens again when there are more.
+
+    Recurrent states are shared at the end of a sequence only: so copies are kept of them at the ``places`` that
+    requests tell, as runs that may go like others, where there is a sequence for one. What is released takes those
+    along that nobody else begins with.
 
     Threads that call it get their turn in the order they came, one step or one section each.
     """
@@ -290,8 +294,16 @@ class Scheduler(Protocol):
     def resume(self, run: Run) -> None:
         """Go on with a run that was paused, beside ``n_parallel`` others if so many are under way."""
 
+    def send_back(self, run: Run) -> bool:
+        """Take its cells from a run that stands still: it reads its tokens again when it goes on. False if it has none,
+        or does not stand still."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the first run that waits waited, at the last step, for cells or a sequence of runs under way."""
+
     def has_cells(self, run: Run) -> bool:
-        """Whether a kept run still has its cells."""
+        """Whether a run has cells: a kept one still, or one under way now."""
 
     def adopt(
         self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""

@@ -93,8 +93,10 @@ class Answers:
             room.n_parallel,
             n_ahead=min(room.n_kept // 4, N_AHEAD),  # they are kept meanwhile, where they are brought from the store
             n_still_max=room.n_kept,
-            pause=self._pause,
+            pause=lambda jobs: self._between_steps(partial(engine.pause, jobs)),
             resume=lambda jobs: engine.resume(jobs),
+            is_short=lambda: scheduler.is_short,
+            send_back=lambda jobs: self._between_steps(partial(engine.send_back, jobs)),
             end=self._end_unbegun,
         )
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)  # by space
@@ -283,9 +285,9 @@ class Answers:
         if not future.cancelled() and future.exception() is None and (held := future.result()[0]) is not None:
             self._engine.call(partial(self._scheduler.unhold, held))  # which may wait for a step
 
-    async def _pause(self, jobs: Sequence[Job]) -> bool:
+    async def _between_steps(self, action: Callable[[], bool]) -> bool:
         try:
-            return await asyncio.wrap_future(self._engine.call(partial(self._engine.pause, jobs)))
+            return await asyncio.wrap_future(self._engine.call(action))
         except LlamakvError:  # the server is stopping
             return False
 

@@ -132,6 +132,11 @@ class EngineThread:
 
         self._do(resume)
 
+    def send_back(self, jobs: Sequence[Job]) -> bool:
+        """Take the cells of those of these that stand still; False if none has any. On the engine thread."""
+        runs = [job.run for job in jobs if job.run is not None and not job.is_over]
+        return sum(self._scheduler.send_back(run) for run in runs) > 0
+
     def hold(self) -> list[Job]:
         """Decode no more. Returns the jobs that are not over, with their runs as they are."""
 
@@ -300,7 +305,7 @@ class EngineThread:
 
     def _see_to_shortage(self) -> None:
         """Nothing could be decoded: have room made, or refuse the first that waits where that can never be."""
-        waiting = next((job for job in self._jobs.values() if job.is_waiting), None)
+        waiting = next((job for run, job in self._jobs.items() if self._waits(run, job)), None)
         if waiting is None or self._scheduler.shortage is None:
             self._idle_since_s = None
             return
@@ -313,6 +318,9 @@ class EngineThread:
         elif now_s - self._idle_since_s > _STUCK_S:
             self._idle_since_s = None
             self._refuse(waiting)
+
+    def _waits(self, run: Run, job: Job) -> bool:
+        return not self._scheduler.has_cells(run) and (job.turn is None or not job.turn.is_paused)
 
     def _refuse(self, job: Job) -> None:
         assert job.run is not None

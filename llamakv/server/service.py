@@ -281,7 +281,8 @@ class LlamaService:
             self.counts,
             n_active=len(runs),
             n_live=len(live),
-            n_cells=n_distinct_cells(live) + sum(len(run.tokens) - 1 - run.n_reused for run in runs),
+            n_cells=n_distinct_cells(live)
+            + sum(len(run.tokens) - 1 - run.n_reused for run in runs if self._scheduler.has_cells(run)),
             n_cells_pinned=sum(one.n_tokens - 1 for one in live if one.is_pinned),
             **asdict(sums),
             **asdict(tally),

@@ -18,6 +18,9 @@ _TICK_S = 0.1
 PATIENCE_S = 0.5
 """How long somebody waits before another, who has at least two places more, has one of his answers stand still."""
 
+N_SENT_BACK_MAX = 3
+"""How often an answer gives its cells to others: it reads its tokens again each time."""
+
 AGEING_S = 5.0
 """Waiting for so long counts as much as having a place less, so that nobody waits for ever."""
 
@@ -26,7 +29,8 @@ AGEING_S = 5.0
 class Turn:
     """An answer that has its turn to come, or has it, or stands still. ``jobs`` are its choices, which are of ``user``
     of the API key called ``key``; ``begin`` has it written; it is over when its time is up (``time.perf_counter``)
-    before that. ``since_s`` is since when it waits, or goes on."""
+    before that. ``since_s`` is since when it waits, or goes on; ``n_sent_back`` how often its cells were given to
+    others."""
 
     key: str
     user: str
@@ -37,6 +41,7 @@ class Turn:
     task: asyncio.Task[None] | None = None
     is_paused: bool = False
     is_begun: bool = False
+    n_sent_back: int = 0
 
     @property
     def n_left(self) -> int:
@@ -66,8 +71,9 @@ class Turns:
     Who has fewest places is next: first of all keys, then users of a key, then who waits longest. Where somebody waits
     although another has two places more, or has one and he none, the answer of that one which has been written for
     longest stands still (``pause`` returns whether it does; ``resume`` has it go on) until its own turn comes again;
-    ``n_still_max`` choices at most do, since they keep their cells. ``end`` is told of answers that never begin, and
-    why. For one event loop, but for ``leave``.
+    ``n_still_max`` choices at most do, since they keep their cells. Where it is cells that somebody waits for who is to
+    begin (``is_short``), one that stands still gives its own (``send_back`` returns whether it had any). ``end`` is
+    told of answers that never begin, and why. For one event loop, but for ``leave``.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class Turns:
         pause: Callable[[Sequence[Job]], Awaitable[bool]],
         resume: Callable[[Sequence[Job]], None],
         end: Callable[[Turn, str], None],
+        is_short: Callable[[], bool],
+        send_back: Callable[[Sequence[Job]], Awaitable[bool]],
     ) -> None:
         self._n_places = n_places
         self._n_ahead = n_ahead
@@ -86,6 +94,8 @@ class Turns:
         self._pause = pause
         self._resume = resume
         self._end = end
+        self._is_short = is_short
+        self._send_back = send_back
         self._turns: dict[Turn, None] = {}
         self._watching: asyncio.Task[None] | None = None
         self._free_since_s: float | None = None
@@ -183,6 +193,10 @@ class Turns:
                 if await self._pause(one.jobs):  # else it does not write yet
                     one.is_paused, one.since_s = True, time.perf_counter()
                     break
+            for one in self._to_give_cells():
+                one.n_sent_back += 1
+                if await self._send_back(one.jobs):
+                    break
             self._use_free_place()
             self._go_on()
 
@@ -198,7 +212,7 @@ class Turns:
             self._free_since_s = None
         elif self._free_since_s is None:
             self._free_since_s = now_s
-        elif now_s - self._free_since_s > PATIENCE_S:
+        elif now_s - self._free_since_s > PATIENCE_S and not self._to_give_cells():
             self._free_since_s = None
             turn = min(paused, key=lambda one: (not one.n_started, one.since_s))
             turn.is_paused, turn.since_s = False, now_s
@@ -207,8 +221,8 @@ class Turns:
     def _to_make_way(self) -> list[Turn]:
         """Answers one of which is to stand still for somebody who waits, the first that can: first of all what was only
         made ready."""
-        if self._n_going < self._n_places:
-            return []  # it is not for a place that they wait
+        if self._n_going < self._n_places and not self._lack_cells():
+            return []  # it is for neither a place nor cells that they wait
         now_s, used = time.perf_counter(), self._used()
         n_still = sum(turn.n_started for turn in self._turns if turn.is_paused)
         patient = [turn for turn in self._turns if turn.is_waiting and now_s - turn.since_s > PATIENCE_S]
@@ -229,3 +243,23 @@ class Turns:
                     key=lambda one: (one.n_started > 0, -used[one.key,], -used[one.key, one.user], one.since_s),
                 )
         return []
+
+    def _lack_cells(self) -> list[Turn]:
+        """Who waits, in spite of having a place, for cells of others."""
+        if not self._is_short():
+            return []
+        until_s = time.perf_counter() - PATIENCE_S
+        return [turn for turn in self._turns if turn.has_place and turn.is_waiting and turn.since_s < until_s]
+
+    def _to_give_cells(self) -> list[Turn]:
+        """What stands still whose cells are for those who lack some, the first that has any."""
+        lacking = {(turn.key, turn.user) for turn in self._lack_cells()}
+        found = [
+            turn
+            for turn in self._turns
+            if turn.is_paused
+            and turn.n_started
+            and turn.n_sent_back < N_SENT_BACK_MAX
+            and lacking - {(turn.key, turn.user)}
+        ]
+        return sorted(found, key=lambda turn: -turn.since_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,13 @@ class FakeEngine:
         self.going: list[Turn] = []
         self.ended: list[tuple[str, str]] = []
         self.paused: list[str] = []
-        self.turns = Turns(n_places, n_still_max=8, pause=self.pause, resume=self.resume, end=self.end)
+        self.is_short = False
+        self.sent_back: list[str] = []
+        self.resumed: list[str] = []
+        self.turns = Turns(
+            n_places, n_still_max=8, pause=self.pause, resume=self.resume, end=self.end,
+            is_short=lambda: self.is_short, send_back=self.send_back,
+        )  # fmt: skip
 
     def ask(self, name: str, *, user: str = "", n: int = 1, timeout_s: float | None = None) -> Turn:
         jobs = [FakeJob(name) for _ in range(n)]
@@ -70,7 +77,12 @@ class FakeEngine:
         self.start()
         return True
 
+    async def send_back(self, jobs: Sequence[Job]) -> bool:
+        self.sent_back.append(jobs[0].name)
+        return True
+
     def resume(self, jobs: Sequence[Job]) -> None:
+        self.resumed.append(jobs[0].name)
         self.going.append(next(turn for turn in self.turns._turns if turn.jobs is jobs))
 
 
@@ -192,6 +204,44 @@ def test_who_waits_for_cells_has_nobody_stand_still(monkeypatch: pytest.MonkeyPa
     act(go)
 
 
+def test_what_stands_still_gives_its_cells_to_who_lacks_them_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(4)
+        for n in range(4):
+            engine.ask(f"a{n}", user="ann")
+        await settle()
+        engine.n_places, engine.is_short = 0, True  # whatever they give, it is not enough
+        waiting = engine.ask("b0")
+        await until(lambda: bool(engine.resumed))
+        assert waiting.is_waiting
+        assert Counter(engine.sent_back) == dict.fromkeys(set(engine.paused), module.N_SENT_BACK_MAX)
+        engine.turns.close()
+
+    act(go)
+
+
+def test_nobody_gives_cells_to_answers_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(3)
+        engine.is_short = True
+        for n in range(3):
+            engine.ask(f"a{n}", user="ann")
+        await settle()
+        engine.n_places = 2
+        engine.ask("a3", user="ann")
+        await asyncio.sleep(0.05)
+        assert engine.sent_back == []
+        engine.turns.close()
+
+    act(go)
+
+
 def test_what_stands_still_goes_on_although_others_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     monkeypatch.setattr(module, "_TICK_S", 0.001)
@@ -299,6 +349,39 @@ def test_long_answers_of_one_user_do_not_keep_another_waiting(
             check_same(longs[n], await answer_to(service, of("", f"tell me more: {n}", long)))
 
     with open_for(models(name), None, n_sequences=8, n_cells=8192) as service:
+        run(service, go)
+
+
+@pytest.mark.parametrize("name", ["M", pytest.param("MS", marks=pytest.mark.slow)])
+def test_answers_without_a_limit_share_few_cells_and_leave_some_to_others(
+    models: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them might become as long as there are cells; all begin at once, and a short one of another user does not
+    wait for their ends."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "_TICK_S", 0.01)
+    endless = replace(GREEDY, max_tokens=None)
+
+    def of(user: str, content: str, sampling: Sampling) -> Ask:
+        return replace(chat(content, system=None, sampling=sampling), user=user, n_top_logprobs=3)
+
+    async def go(service: LlamaService) -> None:
+        hogs = [await service.ask(of("hog", f"tell me more: {n}", endless)) for n in range(3)]
+        reading = [asyncio.ensure_future(said(one)) for one in hogs]
+        await until(lambda: service.counts.n_active == 3)
+        await until(lambda: service.counts.n_cells > 900)
+        shorts = [await answer_to(service, of("guest", f"and me? {n}", GREEDY)) for n in range(3)]
+        assert not all(task.done() for task in reading)
+        longs = [await task for task in reading]
+        assert {one.finish for one in longs} <= {"context", "stop"}
+        for n, one in enumerate(shorts):
+            check_same(one, await answer_to(service, of("", f"and me? {n}", GREEDY)))
+        for n, one in enumerate(longs):
+            limit = replace(GREEDY, max_tokens=one.usage.n_generated)
+            check_same(one, await answer_to(service, of("", f"tell me more: {n}", limit)))
+        assert all(one.usage.n_prompt < 60 for one in longs)
+
+    with open_for(models(name), None, n_sequences=8, n_cells=1024) as service:
         run(service, go)
 
 

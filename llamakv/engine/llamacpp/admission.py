@@ -22,6 +22,11 @@ from llamakv.records import StateSection
 _REVIEW_S = 1.0
 """How often it is looked how much memory is free, which takes about a millisecond."""
 
+N_PROMISED = 256
+"""Tokens that a run may write, which a scheduler for many users has cells for before it begins, and while it goes on
+as long as there are: where clients name no limit, each answer might become as long as the context is, and hardly any
+does."""
+
 _IDLE_S = 60.0
 """How long nobody is under way before memory is given back. From 32,768 cells of SmolLM2 to 4,096, 1,000 of them in
 use, that took 0.2 s and gave 650 MB; growing again to twice as many took as long."""
@@ -29,7 +34,8 @@ use, that took 0.2 s and gave 650 MB; growing again to twice as many took as lon
 
 class Admission:
     """Runs that wait, in their order, and the account of cells: those in use, and those that runs under way
-    (``active``) may still take. What is promised never exceeds the limit.
+    (``active``) may still take. These are all they may come to; with ``promises_part`` what they read and some of what
+    they write (``N_PROMISED``), for which the latest may have to make way.
 
     ``kept`` are the runs that are over and have their cells; ``drop`` frees those of one of them.
     ``fills_memory``: the limit follows the machine's free memory, up to what is allowed.
@@ -46,9 +52,11 @@ class Admission:
         n_parallel: int,
         n_ctx_max: int,
         fills_memory: bool,
+        promises_part: bool,
     ) -> None:
         self._shared = shared
         self._active = active
+        self.promises_part = promises_part
         self._info = info
         self._n_parallel = n_parallel
         self._n_ctx_max = n_ctx_max
@@ -58,6 +66,7 @@ class Admission:
         self._drop = drop
         self._arriving: dict[LlamaRun, int] = {}
         self.shortage: Shortage | None = None
+        self.is_short = False
         self.waiting: deque[LlamaRun] = deque()
         self._busy_s = time.monotonic()
         self._reviewed_s = self._busy_s - _REVIEW_S
@@ -73,13 +82,20 @@ class Admission:
 
     @property
     def promised(self) -> int:
-        """Cells that runs under way may still take, and sessions that are being brought back."""
+        """Cells that runs under way are to have, and sessions that are being brought back."""
         arriving = sum(run.n_unread + n_more for run, n_more in self._arriving.items())
-        return sum(run.n_to_come for run in self._active) + arriving
+        return sum(self._promise(run) for run in self._active) + arriving
+
+    def _promise(self, run: LlamaRun) -> int:
+        """Cells a run is to have. One that had to make way gets more the next time, so that it does not read all of it
+        again for a few tokens."""
+        if not self.promises_part or run.is_guest:
+            return run.n_to_come
+        return min(run.n_to_come, run.n_unread + (N_PROMISED << min(run.n_sent_back, 16)))
 
     @property
     def free(self) -> int:
-        """Cells that are neither in use nor promised."""
+        """Cells that are neither in use nor promised; less than none, where runs have become longer than that."""
         return self.limit - self._shared.n_used - self.promised
 
     def note_shortage(self) -> None:
@@ -101,8 +117,8 @@ class Admission:
         if not self._fills_memory:
             return
         n_most, n_reserved = shared.n_cells_in_memory(), shared.n_used + self.promised
-        shared.n_cells_max = max(min(n_most, shared.n_cells_limit), n_reserved)
-        n_needed = max(n_reserved + (self.waiting[0].n_to_come if self.waiting else 0), shared.native.n_ctx)
+        shared.n_cells_max = min(max(n_most, n_reserved), shared.n_cells_limit)
+        n_needed = max(n_reserved + (self._promise(self.waiting[0]) if self.waiting else 0), shared.native.n_ctx)
         if n_most >= min(2 * n_needed, shared.n_cells_limit):  # a context may be twice as large as what is needed
             self._short = None
 
@@ -131,7 +147,7 @@ class Admission:
         self.review()
         failed = []
         index = 0
-        self.shortage = None
+        self.shortage, self.is_short = None, False
         while index < len(self.waiting):
             run = self.waiting[index]
             n_under_way = sum(not active.is_guest and not active.is_paused for active in self._active)
@@ -150,6 +166,7 @@ class Admission:
                 continue
             try:
                 if not self._has_turn(run, beginning):
+                    self.is_short = self.shortage is None
                     break
                 self._begin(run, self._make_way(partial(self._kept.beginning_of, run, root), run, beginning))
                 begin(run)
@@ -169,7 +186,7 @@ class Admission:
 
     def _lack(self, run: LlamaRun, beginning: Beginning, *, n_more: int = 0) -> Shortage | None:
         """What a run lacks that needs ``n_more`` cells for a while, even if all kept runs went that may."""
-        n_cells = run.n_to_come - beginning.n_shared + n_more
+        n_cells = self._promise(run) - beginning.n_shared + n_more
         if self._fits(n_cells):
             return None
         going = self._kept.that_may_go()
@@ -198,7 +215,7 @@ class Admission:
             return False
         if any(active.n_to_come for active in self._active):
             return False
-        self._check_prompt(run, beginning.n_shared, run.n_to_come - beginning.n_shared - lack.n_cells)
+        self._check_prompt(run, beginning.n_shared, self._promise(run) - beginning.n_shared - lack.n_cells)
         return True
 
     def _check_prompt(self, run: LlamaRun, n_shared: int, free: int) -> None:
@@ -210,7 +227,7 @@ class Admission:
     ) -> Beginning:
         """Let kept runs go until there is room for a run, or none is left that may: the one used longest ago first, the
         one it begins with last. Returns what it begins with then; ``find`` looks for that again."""
-        while not self._fits(run.n_to_come - beginning.n_shared + n_more):
+        while not self._fits(self._promise(run) - beginning.n_shared + n_more):
             going = self._kept.that_may_go()
             owner = beginning.owner
             oldest = next((kept for kept in going if kept is not owner), owner if owner in going else None)
@@ -259,8 +276,8 @@ class Admission:
                 n_most = min(run.n_to_come - n_shared, free)
                 free = self._make_room(n_least=len(run.tokens) - n_shared, n_most=n_most)
             self._share(run, beginning)
-        # alone it may have all there is, even if that is less than it could need
-        run.n_ctx_max = min(self._n_ctx_max, max(n_shared + max(free, 0) + 1, len(run.tokens)))
+        if not self.promises_part:  # alone it may have all there is, even if that is less than it could need
+            run.n_ctx_max = min(self._n_ctx_max, max(n_shared + max(free, 0) + 1, len(run.tokens)))
         if not run.n_generated:
             run.n_reused = n_shared
 

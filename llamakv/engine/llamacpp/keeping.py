@@ -37,6 +37,11 @@ class RunsKept:
         """What the first run that waits lacks."""
         return self.admission.shortage
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the first run that waits waited for runs under way; see the contract."""
+        return self.admission.is_short
+
     def let_go(self, run: Run) -> None:
         """Allow that a kept run's cells are taken when others need them."""
         self.own(run).may_go = True

@@ -69,6 +69,7 @@ class LlamaScheduler(RunsKept):
             n_parallel=n_parallel,
             n_ctx_max=n_ctx_max,
             fills_memory=fills_memory,
+            promises_part=is_for_many and shared.decodes_together,
         )
         super().__init__(kept, admission)
         self._root = LlamaSequence(self, shared, info=info, n_ctx_max=n_ctx_max)
@@ -105,7 +106,7 @@ class LlamaScheduler(RunsKept):
             n_active=len(self._active),
             n_cells=self._shared.n_used,
             n_cells_peak=self._shared.n_peak,
-            n_reserved=self._shared.n_used + self.admission.promised,
+            n_reserved=min(self._shared.n_used + self.admission.promised, self.admission.limit),
             n_cells_max=self.admission.limit,
             n_steps=self._n_steps,
             n_decoded=self._n_decoded,
@@ -350,33 +351,49 @@ class LlamaScheduler(RunsKept):
     # ------------------------------------------------------------ when memory is short
 
     def _with_room(self, part: Part) -> Part:
-        """Have cells for a call, if need be by sending the latest runs back to wait: what was promised to them was
-        there by our count, but the machine's memory may have gone to others."""
+        """Have cells for a call, if need be by having those that came last wait: they became longer than was promised,
+        or the machine's memory has gone to others."""
         while part:
             expected = sum(min(run.n_to_come, run.n_unread + N_EXPECTED) for run in self._active)
             try:
                 self._shared.ensure(sum(n for _, n in part), expected=expected)
             except NoRoomError as error:
-                candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
-                last = max(candidates, key=lambda run: run.number)
-                if self.admission.drop_one():
-                    continue
-                if len(candidates) > 1 or (self.admission.awaits_others and not last.is_guest):
-                    self.admission.note_shortage()
-                    self._send_back(last)
-                elif last.n_generated:  # what it has written stands
-                    last.end("context")
-                elif last.is_guest:
-                    raise
-                else:
-                    self._fail(last, error)
-                part = [(run, n) for run, n in part if run is not last]
+                if not self.admission.drop_one():
+                    part = self._have_wait(part, error)
             else:
                 return part
         return part
 
+    def _have_wait(self, part: Part, error: NoRoomError) -> Part:
+        """Who takes part without the last one, which is sent back to wait only when the first could not go on."""
+        if self.admission.promises_part and len(part) > 1:
+            newest = max((run for run, _ in part), key=lambda run: run.number)
+            return [(run, n) for run, n in part if run is not newest]
+        candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
+        last = max(candidates, key=lambda run: (run.is_paused, run.number))
+        if len(candidates) > 1 or (self.admission.awaits_others and not last.is_guest):
+            self.admission.note_shortage()
+            self._send_back(last)
+        elif last.n_generated:  # what it has written stands
+            last.end("context")
+        elif last.is_guest:
+            raise error
+        else:
+            self._fail(last, error)
+        return [(run, n) for run, n in part if run is not last]
+
+    def send_back(self, run: Run) -> bool:
+        """Take its cells from a run that stands still; see the contract."""
+        own = self.own(run)
+        with self.lock:
+            stands_still = own.is_paused and own in self._active and not own.is_over
+            if stands_still:
+                self._send_back(own)
+            return stands_still
+
     def _send_back(self, run: LlamaRun) -> None:
         """Let a run wait again, with what it has written; it is read again when its turn comes."""
+        run.n_sent_back += 1
         self._active.remove(run)
         self._free(run)
         self.admission.waiting.appendleft(run)

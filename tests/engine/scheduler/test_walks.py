@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamakv.engine.llamacpp import LlamaModel
+from llamakv.engine.llamacpp import LlamaModel, admission
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.engine.prefix import n_common
 from llamakv.errors import NoRoomError
@@ -138,11 +138,18 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    ("seed", "n"), [(1, 250), *(pytest.param(seed, 3000, marks=pytest.mark.slow) for seed in range(2, 6))]
+    ("seed", "n", "n_promised"),
+    [
+        (1, 250, 256),
+        (1, 250, 1),
+        *(pytest.param(seed, 3000, 1 + 255 * (seed % 2), marks=pytest.mark.slow) for seed in range(2, 6)),
+    ],
 )
 def test_whatever_users_do_the_account_is_the_engines_and_each_answer_is_the_one_alone(
-    model: LlamaModel, seed: int, n: int
+    model: LlamaModel, seed: int, n: int, n_promised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All that they may write is promised to runs, or only the next token."""
+    monkeypatch.setattr(admission, "N_PROMISED", n_promised)
     walk = Walk(model, seed)
     with watching() as seen:
         for _ in range(n):

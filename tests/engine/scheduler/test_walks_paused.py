@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from llamakv.engine.llamacpp import LlamaModel
+from llamakv.engine.llamacpp import LlamaModel, admission
 from llamakv.engine.llamacpp.run import LlamaRun
 from llamakv.errors import NoRoomError
 from tests.engine.scheduler.cases import watching
@@ -71,8 +71,11 @@ class PausedWalk(Walk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["M", "MS", "MR", "MH"])
-def test_standing_still_being_held_and_moving_change_nothing(models, name: str) -> None:
+@pytest.mark.parametrize(("name", "n_promised"), [("M", 256), ("M", 1), ("MS", 1), ("MR", 256), ("MH", 256)])
+def test_standing_still_being_held_and_moving_change_nothing(
+    models, name: str, n_promised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "N_PROMISED", n_promised)
     with LlamaModel(models(name)) as model:
         walk = PausedWalk(model, 1)
         with watching() as seen:
