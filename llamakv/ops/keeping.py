@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -135,11 +135,12 @@ class Keeper:
         name: str | None = None,
         note: str | None = None,
         aside_on_conflict: bool = False,
+        is_taken: Callable[[str], bool] = lambda name: False,
     ) -> Saved:
         """Save the live sequence to ``path``. Writes new sections only if that is the file it came from.
 
         With ``aside_on_conflict`` a file that somebody else saved, removed, spoilt or keeps locked meanwhile is left
-        alone, and the session goes to a new file beside it.
+        alone, and the session goes to a new file beside it, of a name that is not taken.
 
         Raises:
             ConflictError, LockedError, ExistsError, WriteError, NoRoomError (the store's budget): nothing is lost; the
@@ -161,7 +162,7 @@ class Keeper:
         except (ConflictError, ExistsError, LockedError, NotFoundError, FormatError) as error:
             if not aside_on_conflict:
                 raise
-            info = self._save_aside(path, record, error, reporter)
+            info = self._save_aside(path, record, error, reporter, is_taken)
             asked = None if info.path == path else path
         sequence.settle()
         self._stored = info
@@ -251,11 +252,20 @@ class Keeper:
         sections = _counted(sequence, n_kept, reporter) if SectionKind.WHOLE not in there else iter(())
         return keep, (section for section in sections if section.kind not in there)
 
-    def _save_aside(self, path: Path, record: SessionRecord, error: LlamakvError, reporter: Reporter) -> SessionInfo:
+    def _save_aside(
+        self,
+        path: Path,
+        record: SessionRecord,
+        error: LlamakvError,
+        reporter: Reporter,
+        is_taken: Callable[[str], bool],
+    ) -> SessionInfo:
         """Save to a new file, since the one asked for was changed, taken away or spoilt by somebody else."""
         if self._stored is not None:
             record = replace(record, lineage=replace(self._branch(record.lineage), n_saves=1, name=record.lineage.name))
         for place in _places_beside(path, path_first=isinstance(error, NotFoundError)):
+            if is_taken(place.stem):
+                continue
             try:
                 info = self._create(place, record, reporter, overwrite=False)
             except ExistsError:

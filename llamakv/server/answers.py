@@ -23,7 +23,7 @@ from llamakv.ops.prefixes import N_WORTH
 from llamakv.records import Message
 from llamakv.server.claims import Claim, Claims
 from llamakv.server.contract import Ask
-from llamakv.server.conversations import Conversation, Conversations, excerpt
+from llamakv.server.conversations import Conversation, Conversations, begin_of, excerpt
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.jobs import Job, LlamaAnswer, Outbox
 from llamakv.server.loader import Loader
@@ -34,7 +34,7 @@ from llamakv.server.sizes import Room
 from llamakv.server.turns import N_AHEAD, Turn, Turns
 from llamakv.store.session_store import check_name
 
-_N_PREPARING, _N_LOADING = 4, 2  # threads
+_N_PREPARING, _N_LOADING, _N_ACTING = 4, 2, 2  # threads
 
 _T = TypeVar("_T")
 
@@ -103,6 +103,7 @@ class Answers:
         self.preparing = ThreadPoolExecutor(_N_PREPARING, thread_name_prefix="llamakv-prepare")
         self.preparing_long = ThreadPoolExecutor(1, thread_name_prefix="llamakv-prepare-long")
         self.loading = ThreadPoolExecutor(_N_LOADING, thread_name_prefix="llamakv-load")
+        self.acting = ThreadPoolExecutor(_N_ACTING, thread_name_prefix="llamakv-act")  # which may wait for a disk
 
     def under_way(self, space: str) -> list[tuple[Job, str]]:
         """What is being answered in a space, and the names it is kept under."""
@@ -120,7 +121,7 @@ class Answers:
     def close(self) -> None:
         """End the threads, which use the scheduler; what is being brought from the store is not waited for long."""
         self._is_closed = True
-        for pool in (self.preparing, self.preparing_long, self.loading):
+        for pool in (self.preparing, self.preparing_long, self.loading, self.acting):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _check_open(self) -> None:
@@ -190,6 +191,9 @@ class Answers:
         if ask.space not in self._loader.has_scanned or self._is_unknown(ask):
             self._loader.scan(ask.space)
         prompt = self._prompts.read(ask)
+        if self._is_unknown(ask):  # somebody else has changed it, and what was known of it is forgotten
+            self._loader.scan(ask.space)
+            prompt = self._prompts.read(ask)
         if len(prompt.tokens) >= self._room.n_ctx_max:
             n, n_most, n_train = len(prompt.tokens), self._room.n_ctx_max, self._opened.info.n_ctx_train
             raise NoRoomError(
@@ -346,6 +350,7 @@ class Answers:
             n_settled=run.n_reused,
             n_turns=sum(message.role == "assistant" for message in messages) or 1,
             first_text=excerpt(messages, said),
+            begin=begin_of(messages, said),
             is_named=claim.is_named,
             is_wanted=self._saves and (claim.is_named or len(tokens) - 1 >= N_WORTH),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llamakv.errors import ExistsError, LockedError
 from llamakv.server.contract import Ask
-from llamakv.server.conversations import Conversation, Conversations, Place, excerpt
+from llamakv.server.conversations import Conversation, Conversations, Place, begin_of
 from llamakv.server.loader import Loader
 from llamakv.server.prompts import Prompt
 
@@ -88,4 +88,4 @@ def _is_same_talk(one: Conversation, prompt: Prompt) -> bool:
     """Whether a prompt is the same conversation as one that was saved, changed perhaps: it begins as that does."""
     if (one.template is None) != (prompt.template is None):
         return False
-    return one.first_text == excerpt(prompt.messages, prompt.said)
+    return one.begin == begin_of(prompt.messages, prompt.said)

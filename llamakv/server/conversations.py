@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +49,8 @@ class Conversation:
     tokens of the last reply are its text. ``is_named``: its user gave it its
     name. ``is_wanted``: it is to be saved; ``is_saved``: the store has all of it; ``failed_s`` is when saving it last
     failed. ``is_let_go``: its cells may be given to others. ``is_gone``: another has taken its place. ``changed_s`` is
-    what its file's time was when it was read there.
+    what its file's time was when it was read there, ``tokens_digest`` tells its tokens while they are not here.
+    ``begin`` tells what it began with (``begin_of``).
     """
 
     space: str
@@ -69,6 +72,7 @@ class Conversation:
     n_turns: int = 0
     n_stored_bytes: int = 0
     first_text: str = ""
+    begin: bytes = b""
     is_saved: bool = False
     is_named: bool = False
     is_wanted: bool = True
@@ -78,6 +82,7 @@ class Conversation:
     is_let_go: bool = False
     failed_s: float = 0.0
     changed_s: float = 0.0
+    tokens_digest: bytes = b""
     keys: list[tuple[bytes, Known]] = field(default_factory=list)
 
     @property
@@ -147,6 +152,11 @@ class Conversations:
             if named.get(conversation.name) is conversation:
                 del named[conversation.name]
             self._forget_keys(conversation)
+
+    def is_taken(self, space: str, name: str) -> bool:
+        """Whether a conversation has this name, or is going to."""
+        with self.lock:
+            return name in self._named[space] or (space, name) in self._active
 
     def rename(self, conversation: Conversation, name: str) -> None:
         """Call it something else, since somebody else has its place."""
@@ -318,6 +328,14 @@ def excerpt(messages: Sequence[Spoken], text: str | None) -> str:
     return " ".join(words[: 4 * _N_EXCERPT].split())[:_N_EXCERPT]
 
 
+def begin_of(messages: Sequence[Spoken], text: str | None) -> bytes:
+    """A digest of what a conversation began with: all of a chat's first message of a user. Of raw text, of which nobody
+    knows later where the first prompt ended, it is what ``excerpt`` tells."""
+    words = next((message.content for message in messages if message.role == "user"), None)
+    told = excerpt(messages, text) if words is None or text else words.strip()
+    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def stub_of(info: SessionInfo, space: str, *, name: str, changed_s: float) -> Conversation:
     """A session in the store as a conversation; what it takes most memory for is left there."""
     record = info.record
@@ -337,8 +355,10 @@ def stub_of(info: SessionInfo, space: str, *, name: str, changed_s: float) -> Co
         n_turns=sum(message.role == "assistant" for message in messages),
         n_stored_bytes=info.n_stored_bytes,
         first_text=excerpt(messages, record.text),
+        begin=begin_of(messages, record.text),
         is_saved=True,
         changed_s=changed_s,
+        tokens_digest=_digest_of(record.tokens),
     )
 
 
@@ -368,8 +388,20 @@ def words_of(one: Conversation) -> Words:
 
 def unload(one: Conversation) -> None:
     """Leave to the store what it has of a conversation that is not in memory any more."""
+    one.tokens_digest = _digest_of(one.tokens)
     one.is_loaded, one.tokens, one.messages, one.said, one.marks = False, (), (), None, ()
     one.place.info, one.parent, one.n_settled = None, None, 0
+
+
+def is_still(one: Conversation, info: SessionInfo) -> bool:
+    """Whether a session is what a conversation was when it was last here; somebody else may have taken its name."""
+    if one.is_loaded:
+        return one.tokens == info.record.tokens
+    return one.tokens_digest == _digest_of(info.record.tokens)
+
+
+def _digest_of(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 def load(one: Conversation, info: SessionInfo) -> None:

@@ -12,12 +12,12 @@ Spoken = ChatMessage | Message
 
 
 def message_digests(space: str, messages: Sequence[Spoken]) -> Iterator[bytes]:
-    """A digest of the first, the first two, ... messages. White space around a message does not count: clients trim,
-    and so do templates."""
+    """A digest of the first, the first two, ... messages. White space around a reply does not count: clients trim."""
     state = hashlib.blake2b(digest_size=20, person=b"llamakv chat")
     state.update(len(space).to_bytes(4, "little") + space.encode())
     for message in messages:
-        for part in (message.role, message.content.strip()):
+        content = message.content.strip() if message.role == "assistant" else message.content
+        for part in (message.role, content):
             data = part.encode("utf-8", "surrogatepass")
             state.update(len(data).to_bytes(8, "little") + data)
         yield state.copy().digest()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from llamakv.engine.contract import Counts, Run, Scheduler
 from llamakv.errors import EngineError, LlamakvError, NoRoomError
-from llamakv.server.jobs import Job
+from llamakv.server.jobs import Job, for_space
 
 _SHORT_WAIT_S = 0.01
 """How often it is looked whether there is room while nothing can be decoded, or a time was up."""
@@ -256,7 +256,7 @@ class EngineThread:
         if job is None:
             return
         if run.error is not None:
-            self._finish(job, has_cells=False, error=run.error)
+            self._finish(job, has_cells=False, error=for_space(run.error, job.request.space))
             return
         job.finish_reason = run.finish_reason
         self._finish(job, has_cells=self._scheduler.has_cells(run))
@@ -284,8 +284,9 @@ class EngineThread:
             if job.run is None or job.run not in self._jobs:
                 continue
             if job.keeps_when_left and job.run.n_generated and reason == "interrupted":
-                self._scheduler.end(job.run)  # it is over with the next step
-                continue
+                self._scheduler.end(job.run)
+                if self._scheduler.has_cells(job.run):  # it is over with the next step
+                    continue
             del self._jobs[job.run]
             self._scheduler.cancel(job.run)
             job.finish_reason = reason
@@ -333,7 +334,7 @@ class EngineThread:
             "is pinned",
             hint="unpin a session, or start the server with more --cells",
         )
-        self._finish(job, has_cells=False, error=error)
+        self._finish(job, has_cells=False, error=for_space(error, job.request.space))
 
     def _break(self, error: Exception) -> None:
         """The engine does not work any more: all that is under way fails, and whatever comes."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llamakv.engine.contract import Run, RunRequest
 from llamakv.engine.contract import TokenLogprob as EngineLogprob
-from llamakv.errors import LlamakvError
+from llamakv.errors import LlamakvError, NoRoomError
 from llamakv.server.contract import AnswerPiece, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ class UnreadError(LlamakvError):
     """More was written than a client reads."""
 
     code = "unread"
+
+
+def for_space(error: LlamakvError, space: str) -> LlamakvError:
+    """What a space of its own is told: not how many cells others have."""
+    if not space or not isinstance(error, NoRoomError):
+        return error
+    return NoRoomError("there is not enough room for it beside what others have", hint=error.hint)
 
 
 @dataclass(slots=True)

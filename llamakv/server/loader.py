@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llamakv.engine.contract import Model, Run, RunRequest, Scheduler
 from llamakv.engine.prefix import n_common
+from llamakv.engine.text import join
 from llamakv.errors import EngineError, FormatError, LlamakvError, MismatchError, NoRoomError, NotFoundError
 from llamakv.ops.matching import check_layout, describe, reasons_to_recompute
 from llamakv.ops.opening import OpenModel
@@ -17,11 +18,11 @@ from llamakv.ops.prefixes import N_WORTH, usable_cells
 from llamakv.ops.requests import ResumeOptions
 from llamakv.ops.resume_cost import sections_restored
 from llamakv.records import MemoryKind, Sampling, SessionRecord, StateSection
-from llamakv.server.conversations import N_KNOWN_MAX, Conversation, Conversations, load, stub_of
+from llamakv.server.conversations import N_KNOWN_MAX, Conversation, Conversations, is_still, load, stub_of
 from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
-from llamakv.server.jobs import Job
+from llamakv.server.jobs import Job, for_space
 from llamakv.store.reuse import space_of
 from llamakv.store.session_file import (
     SessionInfo,
@@ -101,14 +102,36 @@ class Loader:
         record = info.record
         if space_of(record.identity, record.settings, record.versions) != self._space:
             return  # of another model: it may be resumed by name, with what that says
-        stub = stub_of(info, space, name=name, changed_s=stamp_s)
-        self._conversations.make_keys(stub)
+        stub = self.stub(info, space, name=name, changed_s=stamp_s)
         stub.messages = ()
         with self._conversations.lock:
             there = self._conversations.get(space, name)
             if self._conversations.is_active(space, name) or (there is not None and there.run is not None):
                 return
             self._conversations.add(stub)
+
+    def stub(self, info: SessionInfo, space: str, *, name: str, changed_s: float) -> Conversation:
+        """A session in the store as a conversation, with what it is found by."""
+        stub = stub_of(info, space, name=name, changed_s=changed_s)
+        stub.is_exact = self._is_exact(info)
+        self._conversations.make_keys(stub)
+        return stub
+
+    def _is_exact(self, info: SessionInfo) -> bool:
+        """Whether tokens are what a client was told: not where a stop string was cut off, nor text in which special
+        tokens cannot be seen."""
+        model, record = self._opened.model, info.record
+        if record.chat is not None:
+            last = record.chat.messages[-1] if record.chat.messages else None
+            if last is None or last.role != "assistant":
+                return True
+            written = record.tokens[last.p0 : last.p1]
+            is_end = bool(written) and model.is_end(written[-1])
+            return is_end or join(model.token_bytes(token) for token in written) == last.content
+        pieces = [model.token_bytes(token) for token in record.tokens]
+        if model.is_end(record.tokens[-1]):
+            del pieces[-1]
+        return all(pieces[1:]) and b"".join(pieces) == (record.text or "").encode("utf-8", "surrogatepass")
 
     def make_ready(self, space: str) -> None:
         """Have looked at what a store has, so that nobody waits for that."""
@@ -139,7 +162,7 @@ class Loader:
         info = read_session(path_of(root, one.name))
         with self._conversations.lock:
             if not one.is_loaded:
-                if len(info.record.tokens) != one.n_tokens:
+                if not is_still(one, info):
                     raise NotFoundError(f"session '{one.name}' was changed by somebody else")
                 load(one, info)
 
@@ -239,6 +262,8 @@ class Loader:
         with self._conversations.lock:
             if one.run is not None or one.is_gone or self._conversations.get(one.space, one.name) is not one:
                 return False
+            if not is_still(one, info):
+                return False
             load(one, info)
             one.run, one.is_saved, one.is_let_go = run, True, True
             one.n_settled = len(info.record.tokens) - 1
@@ -258,9 +283,9 @@ class Loader:
             try:
                 with self._engine.beside():
                     return self._scheduler.adopt(tokens, sections, space=space)
-            except NoRoomError:
+            except NoRoomError as error:
                 if is_unwanted() or not self._make_room():
-                    raise
+                    raise for_space(error, space) from error
 
     # ------------------------------------------------------------ whole sessions
 
@@ -288,15 +313,14 @@ class Loader:
             else:
                 run = self._adopt(reader, info.record.tokens[: n_cells + 1], space, lambda: False)
         mark_used(path)
-        fresh = stub_of(info, space, name=name, changed_s=changed_s(path))
-        self._conversations.make_keys(fresh)
+        fresh = self.stub(info, space, name=name, changed_s=changed_s(path))
         with self._conversations.lock:
             there = self._conversations.get(space, name)
             if there is not None and there.run is not None and not self._scheduler.has_cells(there.run):
                 there.run, there.is_let_go = None, False  # they were given to others, and nobody has taken notice
-            if there is not None and there.run is None:
+            if there is not None and there.run is None and is_still(there, info):
                 fresh = there
-            elif there is not None:  # somebody was quicker
+            elif there is not None and there.run is not None:  # somebody was quicker
                 self._scheduler.release(run)
                 return there
             else:

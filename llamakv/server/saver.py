@@ -200,7 +200,12 @@ class Saver:
 
     def _next_due(self) -> Conversation | None:
         now_s = time.time()
-        due = [one for one in self._conversations.live() if self._is_unsaved(one) and self._due_s(one) <= now_s]
+
+        def is_due(one: Conversation) -> bool:
+            was_set_back = max(one.used_s, one.failed_s) > now_s  # the clock was
+            return self._is_unsaved(one) and (was_set_back or self._due_s(one) <= now_s)
+
+        due = [one for one in self._conversations.live() if is_due(one)]
         return min(due, key=lambda one: one.used_s, default=None)
 
     def _let_one_go(self) -> None:
@@ -295,6 +300,7 @@ class Saver:
                 reporter=Reporter(warning=lambda line: self._say("aside", line)),
                 name=place.name,
                 aside_on_conflict=True,
+                is_taken=lambda name: name != place.name and self._conversations.is_taken(one.space, name),
             )
         with self._conversations.lock:
             if saved.asked is not None:

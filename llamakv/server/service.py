@@ -301,19 +301,19 @@ class LlamaService:
 
     async def save(self, name: str, new_name: str | None, space: str) -> SessionLine:
         """Have a conversation in the store; see the contract."""
-        return await in_thread(self._answers.loading, partial(self._sessions.save, name, new_name, space))
+        return await in_thread(self._answers.acting, partial(self._sessions.save, name, new_name, space))
 
     async def resume(self, name: str, space: str) -> SessionLine:
         """Bring a saved session into memory; see the contract."""
-        return await in_thread(self._answers.loading, partial(self._sessions.resume, name, space))
+        return await in_thread(self._answers.acting, partial(self._sessions.resume, name, space))
 
     async def fork(self, name: str, new_name: str, space: str, at: str | None) -> SessionLine:
         """A conversation that begins as another; see the contract."""
-        return await in_thread(self._answers.loading, partial(self._sessions.fork, name, new_name, space, at))
+        return await in_thread(self._answers.acting, partial(self._sessions.fork, name, new_name, space, at))
 
     async def delete(self, name: str, space: str) -> None:
         """Forget a conversation; see the contract."""
-        await in_thread(self._answers.loading, partial(self._sessions.delete, name, space))
+        await in_thread(self._answers.acting, partial(self._sessions.delete, name, space))
 
     async def inspect(self, name: str, space: str) -> dict[str, object]:
         """All about a session; see the contract."""
@@ -321,7 +321,7 @@ class LlamaService:
 
     async def pin(self, name: str, space: str, *, pinned: bool) -> SessionLine:
         """Keep its cells whatever comes; see the contract."""
-        return await in_thread(self._answers.loading, partial(self._sessions.pin, name, space, pinned=pinned))
+        return await in_thread(self._answers.acting, partial(self._sessions.pin, name, space, pinned=pinned))
 
     def warm(self, names: Sequence[str]) -> None:
         """Have sessions in memory, pinned, and what the first request would wait for. Raises: as ``pin``."""

@@ -13,7 +13,7 @@ from llamakv.errors import ExistsError, LockedError, NoRoomError, NotFoundError
 from llamakv.ops.copying import Within, copy_session
 from llamakv.ops.inspect import report_of
 from llamakv.server.contract import SessionLine
-from llamakv.server.conversations import Conversation, Conversations, stub_of
+from llamakv.server.conversations import Conversation, Conversations
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
 from llamakv.server.jobs import Job
@@ -135,8 +135,7 @@ class Sessions:
                 self._saver.save(one)
             target = path_of(root, new_name)
             info = copy_session(path_of(root, one.name), target, at=at, name=new_name, within=self._within).info
-            made = stub_of(info, one.space, name=new_name, changed_s=changed_s(target))
-            self._conversations.make_keys(made)
+            made = self._loader.stub(info, one.space, name=new_name, changed_s=changed_s(target))
             made.messages = ()
             self._conversations.add(made)
             return made
