@@ -263,7 +263,7 @@ class Keeper:
         """Save to a new file, since the one asked for was changed, taken away or spoilt by somebody else."""
         if self._stored is not None:
             record = replace(record, lineage=replace(self._branch(record.lineage), n_saves=1, name=record.lineage.name))
-        for place in _places_beside(path, path_first=isinstance(error, NotFoundError)):
+        for place in places_beside(path, path_first=isinstance(error, NotFoundError)):
             if is_taken(place.stem):
                 continue
             try:
@@ -378,7 +378,7 @@ def _counted(sequence: KeptSequence, from_position: int, reporter: Reporter) -> 
         yield section
 
 
-def _places_beside(path: Path, *, path_first: bool) -> Iterator[Path]:
+def places_beside(path: Path, *, path_first: bool = False) -> Iterator[Path]:
     """Names to save under where ``path`` cannot be had: itself, if it is only gone, then numbered ones."""
     if path_first:
         yield path

@@ -23,9 +23,11 @@ from llamakv.ops.prefixes import N_WORTH
 from llamakv.records import Message
 from llamakv.server.claims import Claim, Claims
 from llamakv.server.contract import Ask
-from llamakv.server.conversations import Conversation, Conversations, begin_of, excerpt
+from llamakv.server.conversations import Conversation, Conversations
+from llamakv.server.digests import begin_of, excerpt
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.jobs import Job, LlamaAnswer, Outbox
+from llamakv.server.left_out import keep_in_memory
 from llamakv.server.loader import Loader
 from llamakv.server.prompts import Prompt, Prompts, is_long
 from llamakv.server.queue import RETRY_UNKNOWN_S, Queue
@@ -351,6 +353,7 @@ class Answers:
             n_turns=sum(message.role == "assistant" for message in messages) or 1,
             first_text=excerpt(messages, said),
             begin=begin_of(messages, said),
+            n_prompt=n_prompt,
             is_named=claim.is_named,
             is_wanted=self._saves and (claim.is_named or len(tokens) - 1 >= N_WORTH),
         )
@@ -374,12 +377,20 @@ class Answers:
                 same.used_s = one.used_s
                 scheduler.release(run)
                 return
-            before = conversations.add(one)
+            before = self._add(one)
             if before is not None:
                 self._supersede(before, one)
             if not one.is_wanted:
                 one.is_let_go = True
                 scheduler.let_go(run)
+
+    def _add(self, one: Conversation) -> Conversation | None:
+        """Know it; what it leaves out of what its name stood for stays beside it."""
+        with self._conversations.lock:
+            there = self._conversations.get(one.space, one.name)
+            if there is not None and there.run is not None and self._scheduler.has_cells(there.run):
+                keep_in_memory(one, there, self._conversations, is_there=partial(self._loader.is_there, one.space))
+            return self._conversations.add(one)
 
     def _supersede(self, before: Conversation, one: Conversation) -> None:
         """A conversation has gone on: what it was before is not needed any more."""
@@ -401,7 +412,6 @@ class Answers:
                 prompt, claim = known
                 one = self._conversation_of(prompt, claim, job, run, "interrupted")
                 one.is_exact = False
-                with self._conversations.lock:
-                    self._conversations.add(one)
+                self._add(one)
             if job.outbox is not None:
                 job.outbox.put(job.index, run.take_text() if run is not None else "", finish_reason="interrupted")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from llamakv.errors import ExistsError, LockedError
 from llamakv.server.contract import Ask
-from llamakv.server.conversations import Conversation, Conversations, Place, begin_of
+from llamakv.server.conversations import Conversation, Conversations, Place
+from llamakv.server.digests import begin_of
 from llamakv.server.loader import Loader
 from llamakv.server.prompts import Prompt
 

@@ -14,14 +14,12 @@ from llamakv.engine.contract import Run
 from llamakv.engine.prefix import n_common
 from llamakv.records import Message, Sampling
 from llamakv.server.contract import ChatMessage
-from llamakv.server.digests import Spoken, message_digests, text_state
+from llamakv.server.digests import begin_of, excerpt, message_digests, text_state
 from llamakv.store.session_file import SessionInfo
 
 N_KNOWN_MAX = 4096
 """Saved conversations of a space that are known without being in memory, at about 5 KB each; the oldest are forgotten
 (and still found by their tokens)."""
-
-_N_EXCERPT = 80
 
 N_MARKS_MAX = 64
 """Earlier replies of a raw text that are remembered, so that it can be gone on with from there in another way."""
@@ -50,7 +48,7 @@ class Conversation:
     name. ``is_wanted``: it is to be saved; ``is_saved``: the store has all of it; ``failed_s`` is when saving it last
     failed. ``is_let_go``: its cells may be given to others. ``is_gone``: another has taken its place. ``changed_s`` is
     what its file's time was when it was read there, ``tokens_digest`` tells its tokens while they are not here.
-    ``begin`` tells what it began with (``begin_of``).
+    ``begin`` tells what it began with (``begin_of``), ``n_prompt`` how many tokens its last prompt had (0: not known).
     """
 
     space: str
@@ -73,6 +71,7 @@ class Conversation:
     n_stored_bytes: int = 0
     first_text: str = ""
     begin: bytes = b""
+    n_prompt: int = 0
     is_saved: bool = False
     is_named: bool = False
     is_wanted: bool = True
@@ -168,6 +167,16 @@ class Conversations:
                 self._active[conversation.space, name] = 1
             conversation.place.name = name
             named[name] = conversation
+
+    def set_aside(self, conversation: Conversation, name: str) -> None:
+        """Keep it under another name: its own is to be another's."""
+        with self.lock:
+            self.remove(conversation)
+            if conversation.place.info is not None:
+                conversation.parent = conversation.place.info
+            conversation.place = Place(name=name)
+            self.make_keys(conversation)
+            self.add(conversation)
 
     def _forget_oldest(self, named: dict[str, Conversation]) -> None:
         while len(named) > N_KNOWN_MAX:
@@ -319,21 +328,7 @@ def _keys_of_text(conversation: Conversation) -> list[tuple[bytes, Known]]:
     return keys
 
 
-# ---------------------------------------------------------------- told
-
-
-def excerpt(messages: Sequence[Spoken], text: str | None) -> str:
-    """What a conversation began with, on a line."""
-    words = text or next((message.content for message in messages if message.role == "user"), "")
-    return " ".join(words[: 4 * _N_EXCERPT].split())[:_N_EXCERPT]
-
-
-def begin_of(messages: Sequence[Spoken], text: str | None) -> bytes:
-    """A digest of what a conversation began with: all of a chat's first message of a user. Of raw text, of which nobody
-    knows later where the first prompt ended, it is what ``excerpt`` tells."""
-    words = next((message.content for message in messages if message.role == "user"), None)
-    told = excerpt(messages, text) if words is None or text else words.strip()
-    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+# ---------------------------------------------------------------- from the store
 
 
 def stub_of(info: SessionInfo, space: str, *, name: str, changed_s: float) -> Conversation:

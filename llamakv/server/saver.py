@@ -18,6 +18,7 @@ from llamakv.engine.prompt import template_digest
 from llamakv.engine.text import join
 from llamakv.errors import EngineError, LlamakvError, NotFoundError, StoreError
 from llamakv.ops.budget import Budget
+from llamakv.ops.copying import Within
 from llamakv.ops.keeping import Keeper
 from llamakv.ops.opening import OpenModel
 from llamakv.ops.prefixes import N_WORTH, usable_cells
@@ -27,6 +28,7 @@ from llamakv.server.conversations import Conversation, Conversations
 from llamakv.server.damage import Damage
 from llamakv.server.engine_thread import EngineThread
 from llamakv.server.folders import Folders, changed_s, path_of
+from llamakv.server.left_out import keep_in_store
 from llamakv.server.live_cells import LiveCells, LiveModel
 from llamakv.server.visitors import VISIT_S, Visitors
 from llamakv.store.reuse import space_of
@@ -269,6 +271,10 @@ class Saver:
                 self._scheduler.release(run)
 
     def _write(self, one: Conversation, run: Run, root: Path) -> None:
+        within = Within(budget=self._budget_of(one.space))
+        left_out = keep_in_store(one, root, is_taken=partial(self._conversations.is_taken, one.space), within=within)
+        if left_out is not None:
+            self._tell(f"session '{one.name}' went on without some of its messages, which '{left_out}' has")
         place = one.place
         stored = place.info or one.parent
         if stored is not None:

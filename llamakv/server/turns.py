@@ -141,9 +141,10 @@ class Turns:
 
     def _next(self, n_used: int) -> Turn | None:
         """Who has the next place, or is made ready for one. What stands still has its place before its user gets
-        others."""
+        others, but does not take the cells that somebody waits for."""
         now_s, used = time.perf_counter(), self._used()
         paused = {(turn.key, turn.user) for turn in self._turns if turn.is_paused}
+        may_go_on = bool(paused) and not self._lack_cells()
 
         def rank(turn: Turn) -> tuple[int, int, float]:
             age = int((now_s - turn.since_s) / AGEING_S)
@@ -152,7 +153,7 @@ class Turns:
         waiting = [
             turn
             for turn in self._turns
-            if not turn.has_place and (turn.is_paused or (turn.key, turn.user) not in paused)
+            if not turn.has_place and (may_go_on if turn.is_paused else (turn.key, turn.user) not in paused)
         ]
         turn = min(waiting, key=rank, default=None)
         if turn is None or turn.is_paused or len({(one.key, one.user) for one in self._turns}) > 1:

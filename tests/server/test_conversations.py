@@ -12,7 +12,8 @@ from llamakv.errors import ExistsError, LockedError, MismatchError, NoRoomError,
 from llamakv.ops.comparing import compare_sessions
 from llamakv.ops.history import log_session
 from llamakv.server.contract import Ask, ChatMessage
-from llamakv.server.conversations import Conversation, Conversations, Place, excerpt
+from llamakv.server.conversations import Conversation, Conversations, Place
+from llamakv.server.digests import excerpt
 from llamakv.server.service import LlamaService
 from llamakv.server.sessions import shared_cells
 from llamakv.store.session_file import read_session
