@@ -214,7 +214,7 @@ def test_nothing_that_is_said_becomes_html(page: Page, service: KeepingService) 
 @pytest.mark.parametrize(
     ("finish", "told"),
     [("stop", None), ("length", "the limit of tokens"), ("context", "the end of the context"),
-     ("timeout", "the limit of time"), ("interrupted", "the server, which stops")],
+     ("timeout", "the limit of time"), ("interrupted", "its reader, or with the server")],
 )  # fmt: skip
 def test_how_an_answer_ended_is_told_in_words(page: Page, service: KeepingService, finish: str, told: str) -> None:
     service.script = lambda ask: say("Good ", "day.", finish=finish)
@@ -328,9 +328,10 @@ def test_a_conversation_is_there_again_after_a_reload_and_behind_back(page: Page
     page.becomes("#log article > div", "hello", "Good day.")
     name = str(service.asks[0].session)
     assert page.browser.current_url.endswith(f"/#{name}")
-    service.messages = {name: MESSAGES[1:3], "plan: läuft #1": MESSAGES}
+    service.messages = {name: [MESSAGES[1], {**MESSAGES[2], "finish": "length"}], "plan: läuft #1": MESSAGES}
     page.browser.refresh()
     page.becomes("#log article > div", "What is on?", "A play.")
+    page.becomes(".facts", "ended by the limit of tokens")
     page.becomes("#name", name)
     page.type("more", "\n")
     page.until(lambda: len(service.asks), lambda n: n == 2)

@@ -93,6 +93,7 @@ function tell(text) {
 }
 
 function failed(error) {
+  showSide(false); // on a phone it is told behind that
   if (error.status === 401) tell("the server wants an API key");
   else tell(error instanceof TypeError ? "the server cannot be reached" : error.message);
 }
@@ -185,7 +186,10 @@ addEventListener("popstate", openNamed);
 
 async function resume(name) {
   if (!lines.get(name)?.session.n_cells_live) await call("POST", pathOf(name, "resume"));
-  if (!known.has(name)) known.set(name, conversation(name, (await call("GET", pathOf(name))).messages ?? []));
+  if (!known.has(name)) {
+    const { messages = [] } = await call("GET", pathOf(name));
+    known.set(name, conversation(name, messages.map((one) => ({ ...one, facts: endOf(one.finish) }))));
+  }
   turnTo(known.get(name));
   poll();
 }
@@ -260,8 +264,10 @@ async function receive(one, answer, signal) {
 
 const ENDS = {
   length: "the limit of tokens", context: "the end of the context", timeout: "the limit of time",
-  interrupted: "the server, which stops",
+  interrupted: "its reader, or with the server",
 };
+
+const endOf = (finish) => (finish && finish !== "stop" ? `ended by ${ENDS[finish] ?? finish}` : "");
 
 /** What an answer took, in words. */
 function factsOf(usage, finish, first_s, rest_s) {
@@ -276,7 +282,7 @@ function factsOf(usage, finish, first_s, rest_s) {
   if (usage?.completion_tokens > 1 && rest_s > 0) {
     parts.push(`${number(Math.round((usage.completion_tokens - 1) / rest_s))} tokens/s`);
   }
-  if (finish && finish !== "stop") parts.push(`ended by ${ENDS[finish] ?? finish}`);
+  if (endOf(finish)) parts.push(endOf(finish));
   return parts.join(" · ");
 }
 
