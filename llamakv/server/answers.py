@@ -99,6 +99,7 @@ class Answers:
             resume=lambda jobs: engine.resume(jobs),
             is_short=lambda: scheduler.is_short,
             send_back=lambda jobs: self._between_steps(partial(engine.send_back, jobs)),
+            has_cells=lambda job: job.run is not None and scheduler.has_cells(job.run),
             end=self._end_unbegun,
         )
         self.sums: defaultdict[str, Sums] = defaultdict(Sums)  # by space

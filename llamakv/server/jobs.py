@@ -36,7 +36,9 @@ def for_space(error: LlamakvError, space: str) -> LlamakvError:
     """What a space of its own is told: not how many cells others have."""
     if not space or not isinstance(error, NoRoomError):
         return error
-    return NoRoomError("there is not enough room for it beside what others have", hint=error.hint)
+    needed, limit = error.fields.get("needed"), error.fields.get("limit")
+    what = f"{needed:,} tokens do" if isinstance(needed, int) else "it does"
+    return NoRoomError(f"{what} not fit beside what is in memory", hint=error.hint, needed=needed, limit=limit)
 
 
 @dataclass(slots=True)

@@ -284,8 +284,11 @@ class Loader:
                 with self._engine.beside():
                     return self._scheduler.adopt(tokens, sections, space=space)
             except NoRoomError as error:
-                if is_unwanted() or not self._make_room():
+                if not is_unwanted() and self._make_room():
+                    continue
+                if space:
                     raise for_space(error, space) from error
+                raise
 
     # ------------------------------------------------------------ whole sessions
 

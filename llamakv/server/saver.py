@@ -204,8 +204,11 @@ class Saver:
         now_s = time.time()
 
         def is_due(one: Conversation) -> bool:
-            was_set_back = max(one.used_s, one.failed_s) > now_s  # the clock was
-            return self._is_unsaved(one) and (was_set_back or self._due_s(one) <= now_s)
+            if 0.0 < one.failed_s <= now_s:
+                is_time = one.failed_s + _RETRY_S <= now_s
+            else:  # a time to come: the clock was set back
+                is_time = max(one.used_s, one.failed_s) > now_s or self._due_s(one) <= now_s
+            return is_time and self._is_unsaved(one)
 
         due = [one for one in self._conversations.live() if is_due(one)]
         return min(due, key=lambda one: one.used_s, default=None)

@@ -72,8 +72,9 @@ class Turns:
     although another has two places more, or has one and he none, the answer of that one which has been written for
     longest stands still (``pause`` returns whether it does; ``resume`` has it go on) until its own turn comes again;
     ``n_still_max`` choices at most do, since they keep their cells. Where it is cells that somebody waits for who is to
-    begin (``is_short``), one that stands still gives its own (``send_back`` returns whether it had any). ``end`` is
-    told of answers that never begin, and why. For one event loop, but for ``leave``.
+    begin (``is_short``), what has lost its own lets him pass (``has_cells``), and what stands still gives its own
+    (``send_back`` returns whether it had any). ``end`` is told of answers that never begin, and why. For one event
+    loop, but for ``leave``.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Turns:
         end: Callable[[Turn, str], None],
         is_short: Callable[[], bool],
         send_back: Callable[[Sequence[Job]], Awaitable[bool]],
+        has_cells: Callable[[Job], bool],
     ) -> None:
         self._n_places = n_places
         self._n_ahead = n_ahead
@@ -96,6 +98,7 @@ class Turns:
         self._end = end
         self._is_short = is_short
         self._send_back = send_back
+        self._has_cells = has_cells
         self._turns: dict[Turn, None] = {}
         self._watching: asyncio.Task[None] | None = None
         self._free_since_s: float | None = None
@@ -194,6 +197,8 @@ class Turns:
                 if await self._pause(one.jobs):  # else it does not write yet
                     one.is_paused, one.since_s = True, time.perf_counter()
                     break
+            for one in self._to_let_pass():
+                one.is_paused = await self._pause(one.jobs)
             for one in self._to_give_cells():
                 one.n_sent_back += 1
                 if await self._send_back(one.jobs):
@@ -252,15 +257,19 @@ class Turns:
         until_s = time.perf_counter() - PATIENCE_S
         return [turn for turn in self._turns if turn.has_place and turn.is_waiting and turn.since_s < until_s]
 
+    def _of_others(self) -> list[Turn]:
+        """What was begun, and is not of the only user who lacks cells; nothing where nobody does."""
+        lacking = {(turn.key, turn.user) for turn in self._lack_cells()}
+        return [turn for turn in self._turns if turn.n_started and lacking - {(turn.key, turn.user)}]
+
+    def _to_let_pass(self) -> list[Turn]:
+        """What waits for cells again, before those who lack some."""
+        return [turn for turn in self._of_others() if turn.has_place and not self._have_cells(turn)]
+
     def _to_give_cells(self) -> list[Turn]:
         """What stands still whose cells are for those who lack some, the first that has any."""
-        lacking = {(turn.key, turn.user) for turn in self._lack_cells()}
-        found = [
-            turn
-            for turn in self._turns
-            if turn.is_paused
-            and turn.n_started
-            and turn.n_sent_back < N_SENT_BACK_MAX
-            and lacking - {(turn.key, turn.user)}
-        ]
-        return sorted(found, key=lambda turn: -turn.since_s)
+        found = [turn for turn in self._of_others() if turn.is_paused and turn.n_sent_back < N_SENT_BACK_MAX]
+        return sorted(filter(self._have_cells, found), key=lambda turn: -turn.since_s)
+
+    def _have_cells(self, turn: Turn) -> bool:
+        return any(self._has_cells(job) for job in turn.jobs if not job.is_over)

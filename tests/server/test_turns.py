@@ -36,11 +36,13 @@ class FakeEngine:
         self.ended: list[tuple[str, str]] = []
         self.paused: list[str] = []
         self.is_short = False
+        self.lost: set[str] = set()
         self.sent_back: list[str] = []
         self.resumed: list[str] = []
         self.turns = Turns(
             n_places, n_still_max=8, pause=self.pause, resume=self.resume, end=self.end,
             is_short=lambda: self.is_short, send_back=self.send_back,
+            has_cells=lambda job: job.name not in self.lost,
         )  # fmt: skip
 
     def ask(self, name: str, *, user: str = "", n: int = 1, timeout_s: float | None = None) -> Turn:
@@ -218,6 +220,23 @@ def test_what_stands_still_gives_its_cells_to_who_lacks_them_but_not_for_ever(mo
         await until(lambda: bool(engine.resumed))
         assert waiting.is_waiting
         assert Counter(engine.sent_back) == dict.fromkeys(set(engine.paused), module.N_SENT_BACK_MAX)
+        engine.turns.close()
+
+    act(go)
+
+
+def test_what_waits_for_cells_again_lets_who_is_new_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "_TICK_S", 0.001)
+
+    async def go() -> None:
+        engine = FakeEngine(4)
+        many = [engine.ask(f"a{n}", user="ann") for n in range(2)]
+        await settle()
+        engine.n_places, engine.is_short, engine.lost = 0, True, {"a1"}
+        engine.ask("b0")
+        await until(lambda: many[1].is_paused)  # it has the place of nobody who could begin
+        assert "a1" not in engine.sent_back
         engine.turns.close()
 
     act(go)

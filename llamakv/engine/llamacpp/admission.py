@@ -23,9 +23,9 @@ _REVIEW_S = 1.0
 """How often it is looked how much memory is free, which takes about a millisecond."""
 
 N_PROMISED = 256
-"""Tokens that a run may write, which a scheduler for many users has cells for before it begins, and while it goes on
-as long as there are: where clients name no limit, each answer might become as long as the context is, and hardly any
-does."""
+"""Tokens that a run may write, which a scheduler for many users has cells for before it begins: where clients name no
+limit, each answer might become as long as the context is, and hardly any does. Once it has written these, a quarter of
+them are kept free for it."""
 
 _IDLE_S = 60.0
 """How long nobody is under way before memory is given back. From 32,768 cells of SmolLM2 to 4,096, 1,000 of them in
@@ -91,7 +91,9 @@ class Admission:
         again for a few tokens."""
         if not self.promises_part or run.is_guest:
             return run.n_to_come
-        return min(run.n_to_come, run.n_unread + (N_PROMISED << min(run.n_sent_back, 16)))
+        n_written = 0 if run.cells is None else run.n_generated - run.n_begun_with
+        n_ahead = max((N_PROMISED << min(run.n_sent_back, 16)) - n_written, N_PROMISED // 4)
+        return min(run.n_to_come, run.n_unread + n_ahead)
 
     @property
     def free(self) -> int:
@@ -270,6 +272,7 @@ class Admission:
         if beginning.takes_over:
             self._share(run, beginning)
         free = self.free
+        run.n_begun_with = run.n_generated
         self._check_prompt(run, n_shared, free)
         if run.cells is None:
             if shared.moves_whole:  # what is shared would not be after growing, so there is to be no growing

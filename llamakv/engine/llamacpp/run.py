@@ -35,7 +35,8 @@ class LlamaRun:
     ``may_go``, ``is_pinned`` and ``n_holds`` are for when it is kept: its cells may be given to others, or never, or
     only when nothing else is left; ``begun`` says who began as it does, ``begun_s`` when anybody last did, and
     ``is_copy`` that it is there for that only. ``is_paused`` is for before: it has its cells and does not go on.
-    ``n_sent_back`` is how often it had to give its cells to others.
+    ``n_sent_back`` is how often it had to give its cells to others, ``n_begun_with`` how much it had written when it
+    last began.
     Reading it stops at its ``places``.
     """
 
@@ -58,7 +59,7 @@ class LlamaRun:
         self.is_guest = cells is not None
         self.space = request.space if request is not None else ""
         self.may_go = self.is_pinned = self.is_paused = self.is_copy = False
-        self.n_holds = self.n_sent_back = 0
+        self.n_holds = self.n_sent_back = self.n_begun_with = 0
         self.begun = Begun()
         self.begun_s = 0.0
         self.places: tuple[int, ...] = ()
