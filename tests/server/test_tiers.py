@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,21 @@ def test_idle_conversations_are_saved_and_only_what_is_new(model_path: Path, sto
         assert service.counts.n_live == 1
 
     with open_for(model_path, store, save_delay_s=AT_ONCE_S) as service:
+        run(service, act)
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_from_being_saved(
+    model_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamakv.server.saver._IDLE_S", 0.01)
+    real = time.time
+
+    async def act(service: LlamaService) -> None:
+        await answer_to(service, chat("hello there"))
+        monkeypatch.setattr(time, "time", lambda: real() - 60.0)
+        await until(lambda: service.counts.n_saves == 1)
+
+    with open_for(model_path, store) as service:
         run(service, act)
 
 
@@ -248,10 +264,10 @@ def test_a_damaged_section_is_read_again_and_written_again(model_path: Path, sto
             sources.append(one.usage.source)
         await until(lambda: all(one.is_saved for one in service._conversations.live()))
 
-    for time in range(3):
+    for number in range(3):
         with open_for(model_path, store, heard, save_delay_s=AT_ONCE_S) as service:
             run(service, ask_both)
-        if time == 0:
+        if number == 0:
             _spoil(max((store / ".objects").rglob("*"), key=lambda path: path.stat().st_size))
     assert sources == ["none", "memory", "none", "memory", "store", "memory"]
     (warning,) = heard.warnings
@@ -265,27 +281,6 @@ def _spoil(path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-
-
-def test_what_somebody_else_saved_meanwhile_is_left_alone(model_path: Path, store: Path, tmp_path: Path) -> None:
-    from tests.ops.driver import Driver
-
-    heard = Heard()
-
-    async def act(service: LlamaService) -> None:
-        one = await answer_to(service, chat("hello there", session="notes"))
-        await service.save("notes", None, "")
-        with Driver(model_path, tmp_path).resume(store / "notes.bin") as conversation:
-            conversation.send("from elsewhere", heard.reporter)
-        theirs = (store / "notes.bin").read_bytes()
-        await answer_to(service, chat("hello there", one.text, "and then?", session="notes"))
-        await service.save("notes", None, "")
-        assert (store / "notes.bin").read_bytes() == theirs
-        assert (store / "notes-2.bin").exists()
-        assert "notes-2" in {line.name for line in await service.sessions("")}
-
-    with open_for(model_path, store, heard) as service:
-        run(service, act)
 
 
 WORKER = """
