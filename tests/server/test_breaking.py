@@ -101,7 +101,8 @@ def test_who_finds_no_room_is_told_nothing_of_what_others_have(
         await service.pin("notes", "bob", pinned=True)
         with pytest.raises(NoRoomError) as refused:
             await want_room(service)
-        assert refused.value.message == "there is not enough room for it beside what others have"
+        needed = refused.value.fields["needed"]
+        assert refused.value.message == f"{needed} tokens do not fit beside what is in memory"
         assert "used" not in refused.value.fields
 
     with open_for(model_path, tmp_path / "store", n_cells=200, n_sequences=4, prefix_share=0.9) as service:
