@@ -75,7 +75,11 @@ class Run(Protocol):
 
     @property
     def n_evaluated(self) -> int:
-        """Tokens read for it, before the first one was written."""
+        """Tokens read for it; those that were read again, after its cells were given to others, count again."""
+
+    @property
+    def n_sent_back(self) -> int:
+        """How often its cells were given to others, so that its tokens were read again."""
 
     @property
     def n_generated(self) -> int:

@@ -50,6 +50,7 @@ class Sums:
     n_reused_store: int = 0
     n_evaluated: int = 0
     n_generated: int = 0
+    n_sent_back: int = 0
 
 
 async def in_thread(pool: ThreadPoolExecutor, action: Callable[[], _T]) -> _T:
@@ -305,7 +306,7 @@ class Answers:
         with self._lock:
             self._claims.pop(job, None)
             if run is not None:
-                self._add_up(self.sums[space], run, job.source)
+                self._add_up(self.sums[space], run, job)
         try:
             if run is not None and has_cells:
                 if run.n_generated:
@@ -319,11 +320,12 @@ class Answers:
                 self.turns.leave(job.turn)
             self._saver.wake()
 
-    def _add_up(self, sums: Sums, run: Run, source: str) -> None:
-        sums.n_prompt_tokens += run.n_reused + run.n_evaluated
+    def _add_up(self, sums: Sums, run: Run, job: Job) -> None:
+        sums.n_prompt_tokens += min(run.n_reused + run.n_evaluated, len(job.request.tokens))
+        sums.n_sent_back += run.n_sent_back
         sums.n_evaluated += run.n_evaluated
         sums.n_generated += run.n_generated
-        if source == "store":
+        if job.source == "store":
             sums.n_reused_store += run.n_reused
         else:
             sums.n_reused_memory += run.n_reused

@@ -95,7 +95,8 @@ class SessionLine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCounts:
     """Where the service stands, and sums since it started: of all, or of one space. Latencies are counted by the HTTP
-    side. ``n_waiting``, ``n_cells_max``, ``n_ctx`` and ``n_sequences_max`` are of the machine in any case."""
+    side. ``n_sent_back`` is how often answers gave their cells to others, to be read again. ``n_waiting``,
+    ``n_cells_max``, ``n_ctx`` and ``n_sequences_max`` are of the machine in any case."""
 
     n_active: int
     n_waiting: int
@@ -110,6 +111,7 @@ class ServiceCounts:
     n_reused_store: int
     n_evaluated: int
     n_generated: int
+    n_sent_back: int
     n_saves: int
     n_save_failures: int
     n_dropped: int

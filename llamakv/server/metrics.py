@@ -34,6 +34,7 @@ _SUMS = (
     ("prompt_tokens", "Tokens of prompts", "n_prompt_tokens"),
     ("evaluated_tokens", "Tokens of prompts that were read", "n_evaluated"),
     ("generated_tokens", "Tokens written", "n_generated"),
+    ("answers_sent_back", "Times that an answer gave its cells to others, to be read again", "n_sent_back"),
     ("saves", "Saves to the store", "n_saves"),
     ("save_failures", "Saves that failed", "n_save_failures"),
     ("sequences_dropped", "Conversations dropped from memory", "n_dropped"),

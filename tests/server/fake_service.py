@@ -18,8 +18,8 @@ MODEL = ServedModel(
 )
 COUNTS = ServiceCounts(
     n_active=1, n_waiting=2, n_live=3, n_cells=100, n_cells_pinned=10, n_cells_max=400, n_ctx=512, n_sequences_max=8,
-    n_prompt_tokens=1000, n_reused_memory=600, n_reused_store=150, n_evaluated=250, n_generated=77, n_saves=5,
-    n_save_failures=1, n_dropped=4,
+    n_prompt_tokens=1000, n_reused_memory=600, n_reused_store=150, n_evaluated=250, n_generated=77, n_sent_back=2,
+    n_saves=5, n_save_failures=1, n_dropped=4,
 )  # fmt: skip
 LINE = SessionLine(
     name="notes", n_tokens=40, n_turns=2, n_cells_live=39, n_cells_shared=20, is_saved=True, is_pinned=False,

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 
 LOAD_S = 120.0
 STORM_S = 24.0  # killed after a third of it
+FEW_CELLS_S = 15.0
 NEIGHBOURS_S = 8.0
 N_TALKS = 32
 NOISE = {"off": 0.02, "auto": 0.15}
@@ -167,6 +168,25 @@ def test_two_minutes_of_16_clients_over_one_prefix(models: TinyModels, tmp_path:
     assert ended["status"] == "ok"
     assert counts["n_save_failures"] == 0
     assert metrics["llamakv_hit_ratio"] > 0.9
+
+
+def test_long_answers_in_few_cells_make_way_for_each_other_and_are_right(models: TinyModels, tmp_path: Path) -> None:
+    """Room for two of them at their end: those that give their cells to others are read again."""
+    talks = [
+        Talk(system=story(8), questions=(f"{n}: {story(1, n)}",), n_tokens=(500 if n % 2 else 20,), is_chat=n % 4 < 2)
+        for n in range(8)
+    ]
+    book = learn_all(models.M, tmp_path / "alone", talks, flash_attn="off")
+    with serving(models.M, tmp_path / "many", "--flash-attn", "off", "--cells", 1500) as server:
+        asyncio.run(play_many(server.url, talks, book, for_s=FEW_CELLS_S, n_clients=8))
+        metrics = asyncio.run(_metrics(server.url))
+        asyncio.run(check_nothing_is_left(server.url))
+        server.stop()
+    print(f"\n{dict(book.seen)}, noise {book.noise:.4f}")
+    assert book.wrong == []
+    assert book.seen["answers"] > 20
+    assert metrics["llamakv_answers_sent_back_total"] > 0
+    assert metrics["llamakv_hit_ratio"] <= 1.0
 
 
 async def _metrics(url: str) -> dict[str, float]:

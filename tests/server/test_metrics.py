@@ -22,7 +22,8 @@ def test_the_services_counts_are_told_as_they_are(client: TestClient) -> None:
     expected = {
         "hit_ratio": 0.75, "cells_used": 100, "cells_free": 300, "cells_pinned": 10, "sequences_live": 3,
         "requests_waiting": 2,
-        "requests_active": 1, "evaluated_tokens_total": 250, "generated_tokens_total": 77, "prompt_tokens_total": 1000,
+        "requests_active": 1, "evaluated_tokens_total": 250, "generated_tokens_total": 77, "answers_sent_back_total": 2,
+        "prompt_tokens_total": 1000,
         "saves_total": 5, "save_failures_total": 1, "sequences_dropped_total": 4, "ready": 1, "sequences_max": 8,
     }  # fmt: skip
     assert {name: told[f"llamakv_{name}", ()] for name in expected} == expected
