@@ -345,9 +345,10 @@ def test_memory_stays_flat_over_two_thousand_requests(models: TinyModels, tmp_pa
     print()
     for n, n_bytes, n_files, n_threads, n_live in rows:
         print(f"{n:,} requests: {n_bytes / MIB:.1f} MiB, {n_files} files, {n_threads} threads, {n_live} conversations")
-    _, thousand, two_thousand = rows
+    first, thousand, two_thousand = rows
     assert two_thousand[1] - thousand[1] < 10 * MIB
-    assert two_thousand[2:4] == thousand[2:4]
+    assert two_thousand[2] <= max(first[2], thousand[2])  # files: one of the store may be open at any time
+    assert two_thousand[3] == thousand[3]
 
 
 # ---------------------------------------------------------------- neighbours
