@@ -392,17 +392,25 @@ class Answers:
         with self._conversations.lock:
             there = self._conversations.get(one.space, one.name)
             if there is not None and there.run is not None and self._scheduler.has_cells(there.run):
-                keep_in_memory(one, there, self._conversations, is_there=partial(self._loader.is_there, one.space))
+                is_there = partial(self._loader.is_there, one.space)
+                if keep_in_memory(one, there, self._conversations, is_there=is_there):
+                    self._move_pin(there, one)
             return self._conversations.add(one)
+
+    def _move_pin(self, before: Conversation, one: Conversation) -> None:
+        if before.is_pinned and one.run is not None:
+            one.is_pinned = True
+            self._scheduler.pin(one.run, is_pinned=True)
+            before.is_pinned = False
+            if before.run is not None:
+                self._scheduler.pin(before.run, is_pinned=False)
 
     def _supersede(self, before: Conversation, one: Conversation) -> None:
         """A conversation has gone on: what it was before is not needed any more."""
         before.is_gone = True
         if before.run is not None and not before.is_saving:
             self._scheduler.release(before.run)
-        if before.is_pinned and one.run is not None:
-            one.is_pinned = True
-            self._scheduler.pin(one.run, is_pinned=True)
+        self._move_pin(before, one)
 
     def end(self, left: Sequence[Job]) -> None:
         """What was written stays; the scheduler makes no step any more, so runs are what they are."""

@@ -29,11 +29,13 @@ N_MARKS_MAX = 64
 class Place:
     """Where conversations of one name are saved: the one that goes on takes the place of the one before. ``info`` is
     the session as it was last saved or read. ``is_stale``: its tokens were read again, its stored state is not theirs.
+    ``beside`` is that session, once it was copied for the sake of what would be left out.
     """
 
     name: str
     info: SessionInfo | None = None
     is_stale: bool = False
+    beside: SessionInfo | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,6 +51,7 @@ class Conversation:
     failed. ``is_let_go``: its cells may be given to others. ``is_gone``: another has taken its place. ``changed_s`` is
     what its file's time was when it was read there, ``tokens_digest`` tells its tokens while they are not here.
     ``begin`` tells what it began with (``begin_of``), ``n_prompt`` how many tokens its last prompt had (0: not known).
+    ``leaves_out``: the session in its place has something that it has not.
     """
 
     space: str
@@ -72,6 +75,7 @@ class Conversation:
     first_text: str = ""
     begin: bytes = b""
     n_prompt: int = 0
+    leaves_out: bool = False
     is_saved: bool = False
     is_named: bool = False
     is_wanted: bool = True

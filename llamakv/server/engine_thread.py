@@ -205,6 +205,8 @@ class EngineThread:
                 self._see_to_shortage()
             else:
                 self._idle_since_s = None
+                if self._scheduler.shortage is not None:
+                    self._on_shortage()
         except Exception as error:
             self._break(error)
             return None
@@ -309,6 +311,8 @@ class EngineThread:
         waiting = next((job for run, job in self._jobs.items() if self._waits(run, job)), None)
         if waiting is None or self._scheduler.shortage is None:
             self._idle_since_s = None
+            if self._scheduler.shortage is not None:
+                self._on_shortage()
             return
         may_come = self._on_shortage() or self._n_guests > 0 or self._scheduler.counts.n_active > 0
         now_s = time.perf_counter()

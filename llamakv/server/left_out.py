@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llamakv.engine.prefix import n_common
-from llamakv.errors import ExistsError
+from llamakv.errors import ExistsError, FormatError, NotFoundError
 from llamakv.ops.copying import Within, copy_session
 from llamakv.ops.keeping import places_beside
 from llamakv.records import Message, SessionRecord
@@ -48,15 +48,20 @@ def _words(message: Message) -> tuple[str, str]:
 
 def keep_in_memory(
     one: Conversation, before: Conversation, conversations: Conversations, *, is_there: Callable[[str], bool]
-) -> None:
-    """Before ``one`` takes the place of another that has its cells and is not saved: give that another name, if
-    something of it is left out. ``is_there`` says whether the store has a name."""
-    if before.is_saved or before.is_saving or not leaves_out(one, before):
-        return
+) -> bool:
+    """Before ``one`` takes the place of another that has its cells: give that another name, if something of it is left
+    out and it is not saved; returns whether it has. ``is_there`` says whether the store has a name."""
+    one.leaves_out = before.leaves_out and not before.is_saved
+    if not leaves_out(one, before):
+        return False
+    if before.is_saved or before.is_saving:
+        one.leaves_out = True  # the store does not know where the replies in a text end
+        return False
     for path in places_beside(Path(f"{one.name}.bin")):
         if not conversations.is_taken(one.space, path.stem) and not is_there(path.stem):
             conversations.set_aside(before, path.stem)
-            return
+            return True
+    return False
 
 
 def keep_in_store(one: Conversation, root: Path, *, is_taken: Callable[[str], bool], within: Within) -> str | None:
@@ -67,8 +72,17 @@ def keep_in_store(one: Conversation, root: Path, *, is_taken: Callable[[str], bo
         WriteError, NoRoomError, ...: nothing was changed.
     """
     path, info = path_of(root, one.name), one.place.info
-    if info is None or not path.exists() or not leaves_out(one, info.record):
+    if info is None or info is one.place.beside or not path.exists():
         return None
+    copied = None
+    if one.leaves_out or leaves_out(one, info.record):
+        with contextlib.suppress(FormatError, NotFoundError):  # it is spoilt or gone, and will not be overwritten
+            copied = _copy(path, is_taken, within)
+        one.place.beside = info
+    return copied
+
+
+def _copy(path: Path, is_taken: Callable[[str], bool], within: Within) -> str | None:
     for beside in places_beside(path):
         if not is_taken(beside.stem):
             with contextlib.suppress(ExistsError):

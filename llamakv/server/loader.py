@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -148,7 +149,7 @@ class Loader:
     def is_there(self, space: str, name: str) -> bool:
         """Whether the store has a session of this name, of whatever model."""
         root = self._folders.of(space)
-        return root is not None and path_of(root, name).exists()
+        return root is not None and os.path.exists(path_of(root, name))  # no error, whatever the disk says
 
     def load_words(self, one: Conversation) -> None:
         """Take back from the store what was said.

@@ -19,7 +19,8 @@ PATIENCE_S = 0.5
 """How long somebody waits before another, who has at least two places more, has one of his answers stand still."""
 
 N_SENT_BACK_MAX = 3
-"""How often an answer gives its cells to others: it reads its tokens again each time."""
+"""How often an answer gives its cells to others, since it reads its tokens again each time, and how often it lets
+others pass when it waits for some again."""
 
 AGEING_S = 5.0
 """Waiting for so long counts as much as having a place less, so that nobody waits for ever."""
@@ -30,7 +31,7 @@ class Turn:
     """An answer that has its turn to come, or has it, or stands still. ``jobs`` are its choices, which are of ``user``
     of the API key called ``key``; ``begin`` has it written; it is over when its time is up (``time.perf_counter``)
     before that. ``since_s`` is since when it waits, or goes on; ``n_sent_back`` how often its cells were given to
-    others."""
+    others, ``n_passed`` how often others went first when it waited for some again."""
 
     key: str
     user: str
@@ -42,6 +43,7 @@ class Turn:
     is_paused: bool = False
     is_begun: bool = False
     n_sent_back: int = 0
+    n_passed: int = 0
 
     @property
     def n_left(self) -> int:
@@ -153,11 +155,12 @@ class Turns:
             age = int((now_s - turn.since_s) / AGEING_S)
             return used[turn.key,] - age, used[turn.key, turn.user] - age, turn.since_s
 
-        waiting = [
-            turn
-            for turn in self._turns
-            if not turn.has_place and (may_go_on if turn.is_paused else (turn.key, turn.user) not in paused)
-        ]
+        def is_next(turn: Turn) -> bool:
+            if turn.is_paused:
+                return may_go_on or turn.n_passed >= N_SENT_BACK_MAX
+            return not turn.is_begun and (turn.key, turn.user) not in paused
+
+        waiting = [turn for turn in self._turns if is_next(turn)]
         turn = min(waiting, key=rank, default=None)
         if turn is None or turn.is_paused or len({(one.key, one.user) for one in self._turns}) > 1:
             n_most = self._n_places
@@ -198,7 +201,8 @@ class Turns:
                     one.is_paused, one.since_s = True, time.perf_counter()
                     break
             for one in self._to_let_pass():
-                one.is_paused = await self._pause(one.jobs)
+                if await self._pause(one.jobs):
+                    one.is_paused, one.n_passed = True, one.n_passed + 1
             for one in self._to_give_cells():
                 one.n_sent_back += 1
                 if await self._send_back(one.jobs):
@@ -209,7 +213,7 @@ class Turns:
     @property
     def _n_going(self) -> int:
         """Choices that are read or written."""
-        return sum(turn.n_started for turn in self._turns if turn.has_place)
+        return sum(turn.n_started for turn in self._turns if turn.has_place and self._have_cells(turn))
 
     def _use_free_place(self) -> None:
         """Have what stands still go on where those that are ready do not take the place: it may have what they need."""
@@ -227,7 +231,8 @@ class Turns:
     def _to_make_way(self) -> list[Turn]:
         """Answers one of which is to stand still for somebody who waits, the first that can: first of all what was only
         made ready."""
-        if self._n_going < self._n_places and not self._lack_cells():
+        is_for_cells = self._n_going < self._n_places
+        if is_for_cells and not self._lack_cells():
             return []  # it is for neither a place nor cells that they wait
         now_s, used = time.perf_counter(), self._used()
         n_still = sum(turn.n_started for turn in self._turns if turn.is_paused)
@@ -241,6 +246,9 @@ class Turns:
                 n_mine = used[mine] - own
                 has_more = used[of_both] >= n_mine + (2 if n_mine or other.is_waiting or of_both == mine else 1)
                 may_stand = other.has_place and other is not turn and n_still + other.n_started <= self._n_still_max
+                if other.n_started:  # it has what somebody waits for, and may give it
+                    may_give = not is_for_cells or other.n_sent_back < N_SENT_BACK_MAX
+                    may_stand = may_stand and may_give and self._have_cells(other)
                 if has_more and may_stand:
                     found.append(other)
             if found:
@@ -255,7 +263,8 @@ class Turns:
         if not self._is_short():
             return []
         until_s = time.perf_counter() - PATIENCE_S
-        return [turn for turn in self._turns if turn.has_place and turn.is_waiting and turn.since_s < until_s]
+        found = [turn for turn in self._turns if turn.has_place and turn.is_waiting and turn.since_s < until_s]
+        return [turn for turn in found if turn.task is not None and turn.task.done()]  # else it is being brought
 
     def _of_others(self) -> list[Turn]:
         """What was begun, and is not of the only user who lacks cells; nothing where nobody does."""
@@ -264,7 +273,8 @@ class Turns:
 
     def _to_let_pass(self) -> list[Turn]:
         """What waits for cells again, before those who lack some."""
-        return [turn for turn in self._of_others() if turn.has_place and not self._have_cells(turn)]
+        found = [turn for turn in self._of_others() if turn.has_place and turn.n_passed < N_SENT_BACK_MAX]
+        return [turn for turn in found if not self._have_cells(turn)]
 
     def _to_give_cells(self) -> list[Turn]:
         """What stands still whose cells are for those who lack some, the first that has any."""

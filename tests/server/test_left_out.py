@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llamakv.errors import WriteError
 from llamakv.ops.checking import verify_store
 from llamakv.server.contract import Ask
 from llamakv.server.service import LlamaService
@@ -95,6 +96,18 @@ def test_an_answer_that_is_given_anew_takes_the_place_of_the_first(model_path: P
         run(service, act)
 
 
+def test_a_pin_stays_with_the_name(model_path: Path) -> None:
+    async def act(service: LlamaService) -> None:
+        told = await talk(service, "one", "two")
+        await service.pin("notes", "", pinned=True)
+        await answer_to(service, chat(*told[:2], "other", session="notes"))
+        assert {line.name: line.is_pinned for line in await service.sessions("")} == {"notes": True, "notes-2": False}
+        assert [run.is_pinned for run in service._scheduler.kept] == [False, True]
+
+    with open_for(model_path, None) as service:
+        run(service, act)
+
+
 def test_what_another_program_said_in_it_stays(model_path: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     told: list[str] = []
@@ -136,3 +149,47 @@ def test_raw_text_that_is_left_out_stays(model_path: Path, tmp_path: Path, secon
 
     with open_for(model_path, tmp_path / "store", save_delay_s=NEVER_S) as service:
         run(service, act)
+
+
+@pytest.mark.parametrize("delay_s", [AT_ONCE_S, NEVER_S])
+def test_raw_text_of_several_turns_stays_when_the_first_prompt_comes_again(
+    model_path: Path, tmp_path: Path, delay_s: float
+) -> None:
+    async def act(service: LlamaService) -> None:
+        text = begin = f"{LONG} and so it begins"
+        for question in ("", " And then?", " And at last?"):
+            text += question
+            text += (await answer_to(service, Ask(prompt=text, session="notes", sampling=GREEDY))).text
+        if delay_s == AT_ONCE_S:
+            await until(lambda: not any(map(service._saver._is_unsaved, live(service))))
+        await answer_to(service, Ask(prompt=begin, session="notes", sampling=GREEDY))
+        if delay_s == AT_ONCE_S:
+            await until(lambda: not any(map(service._saver._is_unsaved, live(service))))
+        texts = {line.name: (await service.save(line.name, None, "")).n_tokens for line in await service.sessions("")}
+        assert sorted(texts) == ["notes", "notes-2"]
+        assert texts["notes-2"] > texts["notes"]
+
+    with open_for(model_path, tmp_path / "store", save_delay_s=delay_s) as service:
+        run(service, act)
+
+
+def test_what_is_left_out_is_copied_once_whatever_becomes_of_the_save(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise WriteError("the disk is full")
+
+    async def act(service: LlamaService) -> None:
+        told = await talk(service, "one", "two")
+        await service.save("notes", None, "")
+        await answer_to(service, chat(*told[:2], "other", session="notes"))
+        with monkeypatch.context() as patch:
+            patch.setattr("llamakv.server.saver.Keeper.save", fail)
+            for _ in range(3):
+                with pytest.raises(WriteError):
+                    await service.save("notes", None, "")
+        await service.save("notes", None, "")
+
+    with open_for(model_path, tmp_path / "store") as service:
+        run(service, act)
+    assert saved_in(tmp_path / "store") == {"notes": ["one", "other"], "notes-2": ["one", "two"]}

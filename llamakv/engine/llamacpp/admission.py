@@ -142,8 +142,8 @@ class Admission:
     # ------------------------------------------------------------ in
 
     def admit(self, root: LlamaSequence, begin: Callable[[LlamaRun], None]) -> list[LlamaRun]:
-        """Give waiting runs a sequence as long as all they may need fits; ``begin`` is called for each. Returns those
-        that failed."""
+        """Give waiting runs a sequence as long as what they are promised fits; ``begin`` is called for each. Returns
+        those that failed."""
         if not self._active and not self._kept.are_awaited:
             self._short = None
         self.review()
@@ -260,7 +260,10 @@ class Admission:
         n_most = min(self._n_ctx_max, self._shared.n_cells_max)
         if len(run.tokens) < n_most or (len(run.tokens) == n_most and run.n_generated):
             return True
-        run.fail(self._no_room(run, used=0, limit=n_most))
+        if run.n_generated:  # what it has written stands
+            run.end("context")
+        else:
+            run.fail(self._no_room(run, used=0, limit=n_most))
         return False
 
     def _no_room(self, run: LlamaRun, *, used: int, limit: int) -> NoRoomError:

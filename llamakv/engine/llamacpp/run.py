@@ -34,7 +34,7 @@ class LlamaRun:
 
     ``may_go``, ``is_pinned`` and ``n_holds`` are for when it is kept: its cells may be given to others, or never, or
     only when nothing else is left; ``begun`` says who began as it does, ``begun_s`` when anybody last did, and
-    ``is_copy`` that it is there for that only. ``is_paused`` is for before: it has its cells and does not go on.
+    ``is_copy`` that it is there for that only. ``is_paused`` is for before: it does not go on.
     ``n_sent_back`` is how often it had to give its cells to others, ``n_begun_with`` how much it had written when it
     last began.
     Reading it stops at its ``places``.

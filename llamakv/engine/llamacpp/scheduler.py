@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest
+from llamakv.engine.contract import AbortCheck, Counts, ModelInfo, Run, RunRequest, Shortage
 from llamakv.engine.llamacpp.admission import Admission
 from llamakv.engine.llamacpp.calls import Part, RefusedError, StoppedError, compose, decode, state_before, undo
 from llamakv.engine.llamacpp.keeping import RunsKept
@@ -366,9 +366,13 @@ class LlamaScheduler(RunsKept):
 
     def _have_wait(self, part: Part, error: NoRoomError) -> Part:
         """Who takes part without the last one, which is sent back to wait only when the first could not go on."""
-        if self.admission.promises_part and len(part) > 1:
+        if self.admission.promises_part:
             newest = max((run for run, _ in part), key=lambda run: run.number)
-            return [(run, n) for run, n in part if run is not newest]
+            n_cells = sum(n for _, n in part)
+            if self.admission.awaits_others:
+                self.admission.shortage = Shortage(n_cells=n_cells, n_sequences=0)
+            if len(part) > 1 or (self.admission.awaits_others and not newest.is_guest):
+                return [(run, n) for run, n in part if run is not newest]
         candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
         last = max(candidates, key=lambda run: (run.is_paused, run.number))
         if len(candidates) > 1 or (self.admission.awaits_others and not last.is_guest):

@@ -178,7 +178,10 @@ async function openNamed() {
   try {
     await (name ? resume(name) : turnTo(conversation()));
   } catch (error) {
-    if (error.status !== 401) turnTo(conversation()); // which is called again with a key
+    if (error.status !== 401) { // which is called again with a key
+      history.replaceState(null, "", location.pathname + location.search); // Back does not lead here again
+      turnTo(conversation());
+    }
     failed(error);
   }
 }

@@ -140,8 +140,25 @@ def test_an_answer_waits_for_conversations_that_are_still_to_be_saved(model: Lla
                 break
         assert not run.is_over
         assert scheduler.has_cells(kept)
+        for _ in range(5):
+            scheduler.step()  # it waits with its cells
         scheduler.let_go(kept)
         step_until_over(scheduler, [run])
-    assert run.finish_reason == "length"
+    assert (run.finish_reason, run.n_sent_back) == ("length", 0)
     check_answers(model, [run], seen)
+    scheduler.close()
+
+
+def test_one_that_waits_again_and_no_longer_fits_keeps_what_it_wrote(model: LlamaModel) -> None:
+    scheduler = open_short(model)
+    with watching() as seen:
+        first, second = runs = submit(scheduler, model, 400, 2)
+        while not second.n_sent_back:
+            scheduler.step()
+        n_written = second.n_generated
+        scheduler._shared.n_cells_max = len(second.tokens) - 1  # memory has gone to other programs
+        step_until_over(scheduler, runs)
+    assert (second.finish_reason, second.error, second.n_generated) == ("context", None, n_written)
+    check_answers(model, [second], seen)
+    assert first.is_over
     scheduler.close()
