@@ -305,6 +305,9 @@ class Scheduler(Protocol):
     def has_cells(self, run: Run) -> bool:
         """Whether a run has cells: a kept one still, or one under way now."""
 
+    def is_whole(self, run: Run) -> bool:
+        """Whether a run has the cells of all its tokens but the last: not while it reads."""
+
     def adopt(
         self, tokens: Sequence[int], sections: Callable[[int], Iterable[StateSection]], *, space: str = ""
     ) -> Run:

@@ -419,7 +419,7 @@ class Answers:
             job.is_over, job.finish_reason = True, "interrupted"
             if known is None:  # of no request: somebody waits for it
                 job.on_over(job, False)
-            if run is not None and known is not None and run.n_generated and self._scheduler.has_cells(run):
+            if run is not None and known is not None and run.n_generated and self._scheduler.is_whole(run):
                 prompt, claim = known
                 one = self._conversation_of(prompt, claim, job, run, "interrupted")
                 one.is_exact = False

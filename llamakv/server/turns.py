@@ -31,7 +31,7 @@ class Turn:
     """An answer that has its turn to come, or has it, or stands still. ``jobs`` are its choices, which are of ``user``
     of the API key called ``key``; ``begin`` has it written; it is over when its time is up (``time.perf_counter``)
     before that. ``since_s`` is since when it waits, or goes on; ``n_sent_back`` how often its cells were given to
-    others, ``n_passed`` how often others went first when it waited for some again."""
+    others, ``n_passed`` how often others went first when it waited for some again, and its user had nothing else."""
 
     key: str
     user: str
@@ -149,7 +149,7 @@ class Turns:
         others, but does not take the cells that somebody waits for."""
         now_s, used = time.perf_counter(), self._used()
         paused = {(turn.key, turn.user) for turn in self._turns if turn.is_paused}
-        may_go_on = bool(paused) and not self._lack_cells()
+        lacking = {(turn.key, turn.user) for turn in self._lack_cells()} if paused else set()
 
         def rank(turn: Turn) -> tuple[int, int, float]:
             age = int((now_s - turn.since_s) / AGEING_S)
@@ -157,7 +157,7 @@ class Turns:
 
         def is_next(turn: Turn) -> bool:
             if turn.is_paused:
-                return may_go_on or turn.n_passed >= N_SENT_BACK_MAX
+                return turn.n_passed >= N_SENT_BACK_MAX or lacking <= {(turn.key, turn.user)}
             return not turn.is_begun and (turn.key, turn.user) not in paused
 
         waiting = [turn for turn in self._turns if is_next(turn)]
@@ -202,7 +202,8 @@ class Turns:
                     break
             for one in self._to_let_pass():
                 if await self._pause(one.jobs):
-                    one.is_paused, one.n_passed = True, one.n_passed + 1
+                    one.is_paused = True
+                    one.n_passed += not self._has_another(one)
             for one in self._to_give_cells():
                 one.n_sent_back += 1
                 if await self._send_back(one.jobs):
@@ -273,8 +274,16 @@ class Turns:
 
     def _to_let_pass(self) -> list[Turn]:
         """What waits for cells again, before those who lack some."""
-        found = [turn for turn in self._of_others() if turn.has_place and turn.n_passed < N_SENT_BACK_MAX]
-        return [turn for turn in found if not self._have_cells(turn)]
+        found = [turn for turn in self._of_others() if turn.has_place and not self._have_cells(turn)]
+        return [turn for turn in found if turn.n_passed < N_SENT_BACK_MAX or self._has_another(turn)]
+
+    def _has_another(self, turn: Turn) -> bool:
+        """Whether another answer of the same user goes on."""
+        return any(
+            other.has_place and other.n_started and self._have_cells(other)
+            for other in self._turns
+            if other is not turn and (other.key, other.user) == (turn.key, turn.user)
+        )
 
     def _to_give_cells(self) -> list[Turn]:
         """What stands still whose cells are for those who lack some, the first that has any."""

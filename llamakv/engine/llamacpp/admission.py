@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -94,6 +94,21 @@ class Admission:
         n_written = 0 if run.cells is None else run.n_generated - run.n_begun_with
         n_ahead = max((N_PROMISED << min(run.n_sent_back, 16)) - n_written, N_PROMISED // 4)
         return min(run.n_to_come, run.n_unread + n_ahead)
+
+    def leave_some(self, part: Sequence[tuple[LlamaRun, int]]) -> None:
+        """Have runs that wrote all they were promised leave some cells to those who begin, unless one is alone.
+
+        Raises:
+            NoRoomError: these would be needed.
+        """
+        n_spare = min(N_PROMISED, self.limit // 8)
+        if not self.promises_part or sum(not run.is_guest for run in self._active) < 2:
+            return
+        is_any_long = any(
+            run.n_generated - run.n_begun_with >= N_PROMISED << min(run.n_sent_back, 16) for run, _ in part
+        )
+        if is_any_long and sum(n for _, n in part) + n_spare > self.limit - self._shared.n_used:
+            raise NoRoomError(f"{n_spare} cells are left to who begins")
 
     @property
     def free(self) -> int:

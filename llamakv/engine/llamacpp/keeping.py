@@ -71,6 +71,11 @@ class RunsKept:
         """Whether it still has its cells."""
         return self.own(run).cells is not None
 
+    def is_whole(self, run: Run) -> bool:
+        """Whether it has the cells of all its tokens but the last; see the contract."""
+        own = self.own(run)
+        return own.cells is not None and own.n_unread == 0
+
     def pause(self, run: Run) -> bool:
         """Let a run that writes or waits stand still, and another have its place; False if it is over, or reads."""
         own = self.own(run)

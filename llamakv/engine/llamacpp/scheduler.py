@@ -291,10 +291,12 @@ class LlamaScheduler(RunsKept):
         self._over.append(run)
 
     def _collect(self) -> None:
-        """Take away the runs that are over."""
+        """Take away the runs that are over. Cells are kept of those that have all of theirs: one that ends while it is
+        read again has not."""
         for run in [run for run in self._active if run.is_over or (run.request is None and run.n_unread == 0)]:
             self._active.remove(run)
-            if not run.is_guest and run.request is not None and run.request.keeps_cells and run.error is None:
+            keeps = run.request is not None and run.request.keeps_cells and run.error is None
+            if not run.is_guest and keeps and run.n_unread == 0:
                 self._kept.add(run)
             elif not run.is_guest:
                 self._free(run)
@@ -356,6 +358,7 @@ class LlamaScheduler(RunsKept):
         while part:
             expected = sum(min(run.n_to_come, run.n_unread + N_EXPECTED) for run in self._active)
             try:
+                self.admission.leave_some(part)
                 self._shared.ensure(sum(n for _, n in part), expected=expected)
             except NoRoomError as error:
                 if not self.admission.drop_one():
@@ -367,14 +370,14 @@ class LlamaScheduler(RunsKept):
     def _have_wait(self, part: Part, error: NoRoomError) -> Part:
         """Who takes part without the last one, which is sent back to wait only when the first could not go on."""
         if self.admission.promises_part:
-            newest = max((run for run, _ in part), key=lambda run: run.number)
+            newest = max((run for run, _ in part), key=lambda run: (run.n_to_come, run.number))
             n_cells = sum(n for _, n in part)
             if self.admission.awaits_others:
                 self.admission.shortage = Shortage(n_cells=n_cells, n_sequences=0)
             if len(part) > 1 or (self.admission.awaits_others and not newest.is_guest):
                 return [(run, n) for run, n in part if run is not newest]
         candidates = [run for run in self._active if not run.is_guest] or [run for run, _ in part]
-        last = max(candidates, key=lambda run: (run.is_paused, run.number))
+        last = max(candidates, key=lambda run: (run.is_paused, run.n_to_come * self._is_for_many, run.number))
         if len(candidates) > 1 or (self.admission.awaits_others and not last.is_guest):
             self.admission.note_shortage()
             self._send_back(last)

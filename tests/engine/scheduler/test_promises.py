@@ -162,3 +162,33 @@ def test_one_that_waits_again_and_no_longer_fits_keeps_what_it_wrote(model: Llam
     check_answers(model, [second], seen)
     assert first.is_over
     scheduler.close()
+
+
+def test_one_that_ends_while_it_is_read_again_keeps_no_part_of_its_cells(model: LlamaModel) -> None:
+    scheduler = open_short(model)
+    first, second = (scheduler.submit(ask(tokens_of(model, N_PROMPT, seed=seed), 500, keeps=True)) for seed in range(2))
+    while not second.n_sent_back:
+        scheduler.step()
+    scheduler.cancel(first)
+    while second.cells is None or second.n_unread == 0:
+        scheduler.step()
+    assert not scheduler.is_whole(second)
+    scheduler.end(second)
+    assert second in scheduler.step()
+    assert (second.finish_reason, scheduler.has_cells(second), scheduler.counts.n_cells) == ("interrupted", False, 0)
+    scheduler.close()
+
+
+def test_long_runs_leave_some_cells_to_those_who_begin(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_promised = 32
+    monkeypatch.setattr("llamakv.engine.llamacpp.admission.N_PROMISED", n_promised)
+    scheduler = open_short(model)
+    runs = submit(scheduler, model, None, 2)
+    while not runs[1].n_sent_back:
+        scheduler.step()
+        assert scheduler.counts.n_cells <= LIMIT - n_promised
+    (alone,) = (run for run in runs if run.cells is not None)
+    step_until_over(scheduler, [alone])
+    assert (alone.finish_reason, len(alone.tokens)) == ("context", LIMIT)
+    step_until_over(scheduler, runs)
+    scheduler.close()
